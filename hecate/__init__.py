@@ -1,7 +1,7 @@
 """hecate: memories that are written and read at every token.
 
-A `MemoryRule` is four knobs (structure, attentional bias, retention, algorithm); a feature map phi takes keys and
-queries to phi-space before any of them; `memory_scan` runs it over a sequence.
+A `MemoryRule` has four knobs (structure, attentional bias, retention, algorithm). A feature map phi is applied to keys
+and queries first; `memory_scan` runs the rule over a sequence.
 """
 
 import importlib
@@ -9,14 +9,14 @@ from typing import Any
 
 __version__ = "0.3.0"
 
-# Where names live. They are loaded when first asked for: torch alone takes seconds, and
-# `hecate --help` needs none of it. Type checkers read `__init__.pyi`, which says the same.
+# The modules that define each name. They are imported on first use: torch alone takes seconds, and `hecate --help`
+# needs none of it. Type checkers read `__init__.pyi`, which has the same names.
 _PACKAGES = (
     "activation", "algorithm", "bias", "cms", "data", "distributed", "engine", "errors", "gating", "microscope",
     "models", "nn", "optim", "phi", "readout", "retention", "rule", "states", "structure", "tape", "testing", "train",
     "variant",
 )  # fmt: skip
-_EXTRAS = ("hf", "serve")  # need the packages of an extra, so that no star import takes them
+_EXTRAS = ("hf", "serve")  # they need the packages of an extra, so a star import leaves them out
 _NAMES = {
     "hecate.engine": ("memory_scan", "memory_step", "stepper"),
     "hecate.errors": (

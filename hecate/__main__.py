@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-# Python has put the working folder first on its path: what lies there is no module that a library means.
+# Python puts the working folder first on its path, where a user's file could take the place of a library's module.
 if not sys.flags.safe_path and Path(sys.path[0]).absolute() == Path.cwd():
     del sys.path[0]
-    if Path(__file__).resolve().parents[1] == Path.cwd().resolve():  # unless this package is one of them
+    if Path(__file__).resolve().parents[1] == Path.cwd().resolve():  # this package itself is there
         sys.path.append(str(Path.cwd()))
 
 from hecate.terminal import quiet_interrupts

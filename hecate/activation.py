@@ -1,6 +1,6 @@
-"""Activations: the componentwise functions between layers, with the derivatives that a memory of them needs.
+"""Activations: the componentwise functions between layers, with the two derivatives that a deep memory needs.
 
-A write of a deep memory has the first derivative in it, so what trains the memory's surroundings has the second.
+A write of a deep memory uses the first derivative, so backpropagation through the write uses the second.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from hecate.variant import Variant
 class Activation(Variant, family="activation"):
     """A function act(x), coordinate by coordinate.
 
-    A variant gives `value`; `slope`, act'(x), and `bend`, act''(x), fall back to `torch.func` when left out. They are
-    given what is at hand, y = act(x) and act'(x), which may spare an evaluation. At a kink they say what counts there.
+    A variant defines `value`; `slope`, act'(x), and `bend`, act''(x), fall back to `torch.func` if left out. They are
+    passed the known y = act(x), and `bend` act'(x) too, to save evaluations. At a kink they return the value by
+    convention, such as 0 for relu.
 
-    Shapes: x of any shape, and so are y, slope and bend.
+    Shapes: x of any shape; y, slope and bend as x.
     """
 
     _derivatives = ("slope", "bend")
@@ -48,7 +49,7 @@ class Activation(Variant, family="activation"):
 
     @model_serializer(mode="wrap")
     def _as_kind(self, handler: SerializerFunctionWrapHandler) -> Any:
-        """One without settings is written as its kind."""
+        """The kind alone, for an activation without settings; else all fields."""
         return self.kind if len(type(self).model_fields) == 1 else handler(self)
 
 
@@ -72,8 +73,8 @@ class GELU(Activation):
         return torch.ops.aten.gelu_backward(torch.ones_like(x), x)
 
     def bend(self, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
-        square = x.clamp(-40, 40).square()  # from there on it is 0, and x^2 may be infinite
-        return torch.exp(x * -0.5 * x) * (2 - square) / math.sqrt(2 * math.pi)  # the exponential is that of the slope
+        square = x.clamp(-40, 40).square()  # beyond 40 act'' is 0, and x^2 could overflow
+        return torch.exp(x * -0.5 * x) * (2 - square) / math.sqrt(2 * math.pi)  # exp as in act'
 
 
 class SiLU(Activation):
@@ -91,7 +92,7 @@ class SiLU(Activation):
 
     def slope(self, x: Tensor, y: Tensor) -> Tensor:
         s = torch.sigmoid(x)
-        return torch.addcmul(s, x * s, 1 - s)  # s + y - y s would lose s beside a large y
+        return torch.addcmul(s, x * s, 1 - s)  # s + y - y s would lose the digits of s beside a large y
 
     def bend(self, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
         s = torch.sigmoid(x)

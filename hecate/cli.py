@@ -1,4 +1,4 @@
-"""The command line: `hecate` and `python -m hecate`. Imports wait for the command that needs them: help is quick."""
+"""The command line: `hecate` and `python -m hecate`. Each command imports what it needs, so that help is quick."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hecate.terminal import afterwards, echo
 
 
 class _Program(TyperGroup):
-    """The commands; whatever fails is one message, and its traceback is shown where that is asked for."""
+    """The group of commands; any failure is shown as one message, with --debug as a traceback."""
 
     def main(self, *args: Any, **how: Any) -> Any:
         asked = {"debug": bool(os.environ.get(terminal.DEBUG))}
@@ -29,7 +29,7 @@ class _Program(TyperGroup):
             code = super().main(*args, **{**how, "obj": asked, "standalone_mode": False})
         except SystemExit:
             raise
-        except BaseException as error:  # libraries in Rust panic with what is no Exception
+        except BaseException as error:  # panics of Rust libraries are not Exceptions
             if asked["debug"]:
                 raise
             code = _usage(error) if hasattr(error, "format_message") else terminal.report(error)
@@ -76,7 +76,7 @@ def _options(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        echo(f"hecate {sys.modules['hecate'].__version__}")  # the package itself imports no floor
+        echo(f"hecate {sys.modules['hecate'].__version__}")  # no import: it would be against the layers
         raise typer.Exit
 
 
@@ -85,7 +85,7 @@ app.add_typer(commands.data, name="data")
 
 
 def _presets(incomplete: str) -> list[str]:
-    """Presets that begin so."""
+    """Presets whose names begin with this text."""
     folder = Path(__file__).parent / "presets"
     return sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(incomplete))
 
@@ -152,7 +152,7 @@ def estimate(
     """Sizes of an experiment before it is run: parameters, state, memory, work; allocates none.
 
     Args:
-        processes: How many processes train it: what one of them holds.
+        processes: Number of processes that train it; sizes are then those of one of them.
 
     Examples: hecate estimate hope | hecate estimate mine.yaml --world 64 --mem-limit 80GiB
     """
@@ -172,7 +172,7 @@ def tape(source: _Source, overrides: _Set = None, tokens: Annotated[int, typer.O
     cotangents that came back through it.
 
     Args:
-        tokens: How many to scan.
+        tokens: Number of tokens to scan.
 
     Examples: hecate tape mqar | hecate tape cms --tokens 4
     """
@@ -259,14 +259,14 @@ def resume(
 
 
 def _print_result(name: str, result: Any) -> None:
-    """A run's score beside its baselines, and where its report is."""
+    """Prints a run's score beside its baselines, its status and the path of its report."""
     from hecate.train.display import print_table
 
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in result.baselines.items()]
     if result.score is not None:
         rows.append((name, f"{result.score.value(result.metric):.4f}"))
         print_table(("predictor", result.metric.replace("_", " ")), rows)
-    written = result.folder / "report.md"  # a signal may have come before there was one
+    written = result.folder / "report.md"  # missing if a signal came early
     where = f"; report: {written}" if written.exists() else ""
     echo(f"{result.status} at step {result.step}{where}")
 
@@ -296,25 +296,25 @@ def compare(
     planned: Annotated[bool, typer.Option("--plan")] = False,
 ) -> None:
     """Train every cell of a grid on the same data in the same order, over seeds, under one budget; print 95 % intervals
-    and, for every pair, whether one is better. What is finished is kept: results.jsonl is enough to go on from.
+    and, for every pair, whether one is better. Finished runs are kept in results.jsonl, and the same command goes on.
 
     Args:
         sources: Presets or YAML files.
-        out: Folder of the runs, where the same line again goes on; a fresh runs/compare-NAME when left out.
+        out: Folder of the runs; the same command goes on there. A fresh runs/compare-NAME when left out.
         over: Values of a setting, each a cell; several make a grid. May be repeated.
-        seeds: Runs of each cell that are reported, with seeds 0 and on.
+        seeds: Number of reported runs of each cell, with seeds 0, 1, ...
         steps: Budget of a run: steps; else those of the configs.
         tokens: Budget of a run: tokens.
-        seconds: Budget of a run: seconds, by each cell's own speed.
-        flops: Budget of a run: operations, those of memories too.
-        lr: Rates of which each cell takes its best, chosen on other seeds than are reported.
-        tuning: Seeds that rates are chosen on.
-        part: Of the budget, what rates are chosen with.
+        seconds: Budget of a run: seconds, converted to steps by each cell's measured speed.
+        flops: Budget of a run: operations, including those of memories.
+        lr: Learning rates; each cell takes its best, chosen on other seeds than those reported.
+        tuning: Number of seeds on which rates are chosen.
+        part: Share of the budget with which rates are chosen.
         keep: Successive halving: the better half of the cells gets twice the budget, until N are left.
-        jobs: Processes at once.
-        positions: The loss by position, too, in sequences of N times the length that is trained on.
-        minutes: Stop then; the same line again goes on.
-        planned: Measure a few steps and say how long it takes.
+        jobs: Number of runs at once, each in a process of its own.
+        positions: Report the loss by position, too, in sequences of N times the training length.
+        minutes: Stop after this time; the same command goes on.
+        planned: Only measure a few steps and print how long everything will take.
 
     Examples: hecate compare quickstart --over memory=titans,gated_delta --over feature_map=elu,dpfp --seeds 3
     --out runs/which | hecate compare a.yaml b.yaml --flops 1e13 --lr 1e-3,3e-3,1e-2 --out runs/ab --jobs 2
@@ -332,7 +332,7 @@ def compare(
 
 
 def _run_cells(cells: Any, folder: Path, again: str, how: dict[str, Any], more: dict[str, Any] | None) -> None:
-    """Runs cells as `how` and `more` say and prints the results; without `more` plans that alone."""
+    """Runs cells with the options `how` and `more` and prints the results; without `more` only plans the runs."""
     from hecate.compare import report, run
     from hecate.train.display import Interrupted, print_table, print_tables
 
@@ -369,13 +369,13 @@ def evaluate(
     tasks.
 
     Args:
-        data: Other data: a text or a folder of them, for a run on bytes; token shards for one on tokens.
-        lengths: Lengths of sequences, such as 1k,4k,16k: the loss of each, by position; may be beyond those of
-            training.
-        tasks: Tasks instead, such as niah,variable_tracking,loss_by_position in text (of --data, or the run's own), or
-            the synthetic one that the run was trained on; the results go into RUN/evals. RUN may be a folder of
-            transformers' here.
-        samples: Rows of each length, with --tasks.
+        data: Other data: a text or a folder of texts, for a run on bytes; token shards, for a run on tokens.
+        lengths: Sequence lengths, such as 1k,4k,16k, which may exceed that of training; prints the loss by position
+            at each.
+        tasks: Evaluate tasks instead: niah,variable_tracking,loss_by_position in text (of --data, or the run's own),
+            or the synthetic task that the run was trained on. Results go into RUN/evals. RUN may then be a folder in
+            the format of transformers.
+        samples: Number of rows of each length, with --tasks.
         out: Folder for the results of --tasks; RUN/evals if left out.
 
     Examples: hecate eval runs/quickstart | hecate eval runs/mine --data book.txt --lengths 1k,4k,16k |
@@ -430,16 +430,16 @@ def generate(
     r"""Continue texts, one token at a time on a state of constant size.
 
     Args:
-        run: A run folder, or that of a checkpoint; the data are not needed.
+        run: A run folder, or the folder of one checkpoint; the data are not needed.
         prompt: Text to continue. May be repeated.
-        tokens: Tokens to generate; bytes, where those are the tokens.
-        temperature: 0 takes the likeliest token.
-        top_k: Draw from that many likeliest tokens.
-        top_p: Draw from the fewest tokens that hold this share.
-        stop: End ahead of this text. May be repeated.
-        batch: Continuations of each prompt.
+        tokens: Number of tokens to generate; for a run on bytes, of bytes.
+        temperature: Randomness of the draws; 0 takes the likeliest token.
+        top_k: Draw from this many of the likeliest tokens.
+        top_p: Draw from the fewest tokens whose probabilities add up to this.
+        stop: End before this text. May be repeated.
+        batch: Number of continuations of each prompt.
         seed: Seed of the draws.
-        exact: The same bits in any company; slower.
+        exact: Results that do not depend on the other texts of a batch, to the bit; slower.
 
     Examples: hecate generate runs/quickstart --prompt 'class ' --tokens 300 |
     hecate generate runs/mine --top-p 0.9 --stop '\n\n' --batch 4
@@ -473,14 +473,14 @@ def generate(
 def export_(
     run: _Run, to: str = "safetensors", out: Path | None = None, checkpoint: _Which = "best", dtype: str | None = None
 ) -> None:
-    """Write the weights of a run, or of a checkpoint folder, and its config into a new folder; with --to hf the model
-    and its tokenizer as transformers loads them once hecate.hf is imported; with --to onnx the model of a run, or of a
-    folder of --to hf, as files of ONNX: a sequence, and one token from a state.
+    """Write the weights of a run, or of a checkpoint folder, and its config into a new folder. --to hf writes the model
+    and its tokenizer for transformers, which loads them once hecate.hf is imported. --to onnx writes the model of a
+    run, or of a folder of --to hf, as two ONNX files: one for a sequence, one for the next token from a state.
 
     Args:
         to: safetensors, torch, dcp, hf (transformers) or onnx.
         out: New folder; RUN-FORMAT when left out.
-        dtype: Of weights with --to onnx: float32 or float16.
+        dtype: Dtype of weights with --to onnx: float32 or float16.
 
     Examples: hecate export runs/quickstart --to safetensors --out weights | hecate export runs/mine --to hf |
     hecate export runs/mine --to onnx
@@ -530,10 +530,10 @@ def import_(
     config: Annotated[str | None, typer.Option(metavar="PRESET|FILE")] = None,
     overrides: _Set = None,
 ) -> None:
-    """Make a run folder whose model has given weights, to train on with train --out RUN --resume.
+    """Make a run folder at step 0 from given weights, to be trained with train --out RUN --resume.
 
     Args:
-        source: A safetensors file, a folder with some, a run or a checkpoint.
+        source: A safetensors file, a folder of them, a run or a checkpoint.
         out: Run folder to make.
         config: The experiment; the config.yaml beside the weights when left out.
 
@@ -554,11 +554,11 @@ def import_(
 def report(
     run: _Run, tokens: Annotated[int | None, typer.Option(min=1, max=1 << 20)] = None, out: Path | None = None
 ) -> None:
-    """Look at a run's memories under the microscope: implicit attention, norms, ranks, gates, and what they recall
-    against age; a figure each, and a section of report.md.
+    """Analyse a run's memories: implicit attention, norms, ranks, gates, and recall against age; writes a figure of
+    each, and a section of report.md.
 
     Args:
-        tokens: How many to read; the run's own length, at most 256, if left out.
+        tokens: Number of tokens to read; the run's sequence length, at most 256, if left out.
         out: Folder of figures/ and report.md; the run folder if left out.
 
     Examples: hecate report runs/mqar | hecate report runs/cms --tokens 64

@@ -1,5 +1,5 @@
-"""Commands that need no experiment of their own: what there is (`hecate list`, `formula`, `schema`, `init`, `doctor`),
-`hecate data`, `gym` and `serve`; and what all commands do ahead of their work and say of slow imports."""
+"""Commands that take no experiment: `hecate list`, `formula`, `schema`, `init`, `doctor`, `data`, `gym` and `serve`;
+and code shared by all commands: the user's imports, warnings, help from docstrings, the notice of slow imports."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hecate.terminal import afterwards, echo
 
 Run = TypeVar("Run", bound=Callable[..., None])
 LONG = 1.0
-"""Seconds of imports after which a command says what it waits for."""
+"""Seconds of importing after which a command says what it is waiting for."""
 
 
 @contextmanager
 def importing(quiet: bool) -> Iterator[None]:
-    """Around imports: the first process of a run says so where they take long."""
+    """Around slow imports: after `LONG` seconds the first process of a run prints a line, unless `quiet`."""
     waiting = threading.Timer(LONG, echo, ["importing torch and the training code"], {"err": True})
     waiting.daemon = True
     if not quiet and os.environ.get("RANK", "0") == "0":
@@ -43,7 +43,7 @@ def importing(quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def extra(what: str = "") -> Iterator[None]:
-    """Around imports of an extra: where it is missing the error is of the settings, WHAT ahead of it."""
+    """Around imports of an extra: turns an ImportError into a `ConfigError` that begins with `what`."""
     try:
         yield
     except ImportError as error:
@@ -51,10 +51,10 @@ def extra(what: str = "") -> Iterator[None]:
 
 
 class Command(TyperCommand):
-    """A command after the user's imports; a warning is one line."""
+    """A command that imports the user's modules first, and prints each warning as one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs it."""
+        """Imports the user's modules, then runs the command."""
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: echo(
                 f"warning: {printable(str(message), MESSAGE)}", err=True
@@ -68,8 +68,8 @@ _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
 def command(app: typer.Typer, name: str | None = None, *, short: str) -> Callable[[Run], Run]:
-    """Decorator that makes a function a command: its docstring has the help, that of parameters in a section `Args:`,
-    and examples. A truth value is a flag that has no opposite."""
+    """Decorator that makes a function a command: its docstring has the help text, a section `Args:` for the options,
+    and examples. A bool parameter becomes a flag without a `--no-` form."""
 
     def added(function: Run) -> Run:
         about, *parts = _PARTS.split(inspect.cleandoc(function.__doc__ or ""))
@@ -87,7 +87,7 @@ def command(app: typer.Typer, name: str | None = None, *, short: str) -> Callabl
 
 
 def _families(incomplete: str) -> list[str]:
-    """Families that begin so."""
+    """Families whose names begin with this text."""
     from hecate.train.catalogue import FAMILIES
 
     return [name for name in FAMILIES if name.startswith(incomplete)]
@@ -105,7 +105,7 @@ def list_(
     Args:
         family: phi, bias, retention, link, algorithm, structure, gating, readout, position, data, optimizer, logger,
             engines, rules or presets.
-        name: One of them: its text, its settings and an example.
+        name: A variant of the family, to print its description, settings and an example.
 
     Examples: hecate list | hecate list phi | hecate list phi dpfp | hecate list presets
     """
@@ -156,8 +156,8 @@ def init(
     """Write a commented YAML file with every setting and its default, to change and train.
 
     Args:
-        path: The file to write; none may be there.
-        source: Whose settings it begins with; `hecate list presets` names them.
+        path: The file to write; it must not exist.
+        source: Preset or file with the settings to begin with; `hecate list presets` has the presets.
 
     Examples: hecate init my.yaml | hecate init levels.yaml --from hope, then hecate train my.yaml
     """
@@ -169,7 +169,7 @@ def init(
     text = starter(source, str(path))
     with refusing(f"write {path}", "give another name", kind=ConfigError):
         try:
-            path.touch(exist_ok=False)  # in one step, so that what others put there meanwhile stays; links, too
+            path.touch(exist_ok=False)  # atomic, so that a file or link that appears meanwhile is kept
         except FileExistsError:
             raise ConfigError(f"{path} is there already; nothing was written: give another name or remove it") from None
         try:
@@ -248,8 +248,8 @@ def tokenize(
         out: Folder of the shards.
         tokenizer: A tokenizer.json, or bytes.
         workers: Processes; one for each core if left out.
-        validation: Share of the documents that is held out.
-        shard_tokens: Tokens after which a shard is full.
+        validation: Share of the documents to hold out.
+        shard_tokens: Number of tokens in a full shard.
 
     Example: hecate data tokenize corpus/*.jsonl.zst --tokenizer tokenizer.json --out tokens
     """
@@ -294,10 +294,10 @@ def train_tokenizer(
     document: _Document = 128,
     line: _Line = 16,
 ) -> None:
-    """Train a byte-level BPE: it has a token for every byte, so that any text can be written with it.
+    """Train a byte-level BPE tokenizer: it has a token for every byte, so that it can encode any text.
 
     Args:
-        vocab: Tokens, at most.
+        vocab: Largest number of tokens.
         out: The tokenizer.json to write.
 
     Example: hecate data train-tokenizer corpus --vocab 32000 --out tokenizer.json
@@ -329,7 +329,7 @@ def inspect_(
     Args:
         folder: A folder of token shards.
         show: How many documents to print.
-        hashes: Whether to read and hash every file.
+        hashes: Read and hash every file.
 
     Example: hecate data inspect tokens
     """
@@ -375,19 +375,19 @@ def gym(
     quick: bool = False,
     listed: Annotated[bool, typer.Option("--list")] = False,
 ) -> None:
-    """Ask memories what they remember, learn and follow: streams with known levels, one table, gym.json, gym.csv and a
-    figure. Settings are chosen on another seed; differences to the reference are corrected by Dunnett; a contender that
-    sees what it may not, or is no better than chance, is told as such.
+    """Test what memories remember, learn and track, on generated streams with known scores to compare with; writes one
+    table, gym.json, gym.csv and a figure. Settings are chosen on another seed; differences to the reference are
+    corrected by Dunnett's method; contenders that look ahead, or are no better than chance, are flagged.
 
     Args:
-        named: Of --list, a rule, YAML of one or a file, several joined by + (levels) or | (heads), or your
-            module:function; all of --list if left out.
-        tasks: Some of --list; all if left out.
-        seeds: Streams that are reported, with seeds 0 and on.
-        out: Folder of the results, where the same line again goes on.
+        named: Contenders: names from --list, rules, YAML of a rule or a file, several rules joined by + (levels) or |
+            (heads), or your own module:function; all of --list if left out.
+        tasks: Tasks from --list; all if left out.
+        seeds: Number of reported streams, with seeds 0, 1, ...
+        out: Folder of the results; the same command goes on there.
         reference: The contender that others are compared with; gated_delta, or the first.
-        quick: Small tasks, two seeds and settings: a look.
-        listed: Show tasks and contenders, and run none.
+        quick: Small tasks, two seeds and two settings, for a first look.
+        listed: Show tasks and contenders without running them.
 
     Examples: hecate gym --quick | hecate gym titans 'titans + gated_delta' attention --tasks odd,two_paces |
     hecate gym gated_delta mine:memory --out runs/mine
@@ -440,18 +440,18 @@ def serve(
 
     Args:
         folder: A run, a checkpoint, or a folder of export --to hf.
-        host: Address; one beyond this machine needs a key in HECATE_API_KEY.
-        port: Port.
-        memories: Folder with a memory for each `user` of requests.
-        prefixes: Folder that states of shared beginnings are read from and, at the end, written to.
-        prefix_mib: Room for these states, in MiB.
-        parked_dtype: float16: memories and beginnings are kept in half the bytes; refused where a rule does not bear
-            it.
-        exact: Answers have the same bits in any company; a token alone takes up to four times as long.
-        max_batch: Requests at once, a power of two.
-        max_queue: Requests that may wait.
-        name: The model's for clients; that of the folder if left out.
-        checkpoint: best or newest, of a run.
+        host: Address to listen on; one that other machines reach needs a key in HECATE_API_KEY.
+        port: Port to listen on.
+        memories: Folder with a persistent memory for each `user` of requests.
+        prefixes: Folder for the states of shared prefixes: read at the start, written at the end.
+        prefix_mib: Memory for these states, in MiB.
+        parked_dtype: float16 keeps memories and prefixes in half the bytes; refused for rules that it would harm.
+        exact: Answers that do not depend on concurrent requests, to the bit; a lone request takes up to four times as
+            long per token.
+        max_batch: Number of requests at once, a power of two.
+        max_queue: Number of requests that may wait.
+        name: The model's name for clients; the folder's name if left out.
+        checkpoint: Which checkpoint of a run: best or newest.
 
     Examples: hecate serve runs/quickstart | hecate serve model --port 8080 --memories users
     """
@@ -496,10 +496,10 @@ def _of_run(folder: Path, checkpoint: str) -> tuple[Any, Any]:
 
 
 def _of_export(folder: Path) -> tuple[Any, Any]:
-    """The model of a folder of transformers and its texts, with the chat template of its tokenizer if it has one."""
+    """The model of a folder in transformers' format and its texts, with its tokenizer's chat template if it has one."""
     from hecate.serve import Texts, plain_chat
 
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a folder has all of it
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the folder has everything
     with extra():
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -516,7 +516,7 @@ def _of_export(folder: Path) -> tuple[Any, Any]:
             return plain_chat(messages)
         try:
             return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             raise ConfigError(f"the chat template of the model refuses these messages: {error}") from None
 
     ends = model.generation_config.eos_token_id

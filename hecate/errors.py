@@ -1,5 +1,5 @@
-"""Errors a user can cause, each a sentence: what was given, what was expected, what to do; and for these sentences the
-names that things have elsewhere, with what they are called here."""
+"""Errors a user can cause, each a sentence: what was given, what was expected, what to do; and a table of the names
+that other libraries and papers use, with hecate's name for each, for the hints in these sentences."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 MESSAGE, WORD, LINES = 2000, 256, 20
-"""Characters of a message and of a word in it, and faults of a configuration, that an error shows at most."""
+"""Limits of what an error shows: characters of a message, characters of a word in it, faults of a configuration."""
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONG = re.compile(rf"\S{{{WORD + 1},}}")
 
 
 class HecateError(Exception):
-    """Base of every error raised by hecate; its message is one line that any terminal may show."""
+    """Base of every error raised by hecate; its message is one line without control characters."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(str(message), MESSAGE))
 
     @property
     def line(self) -> str:
-        """The message as one line, for a message around it."""
+        """The message as one line, for use inside another message."""
         return "; ".join(str(self).splitlines())
 
 
@@ -55,21 +55,21 @@ class ConfigError(HecateError, ValueError):
         return type(self), (self.problems,)
 
     def under(self, *path: str | int) -> ConfigError:
-        """The same faults as seen from the value that holds this one at a path."""
+        """The same faults with a path put in front of each: this value is at that path in another."""
         return type(self)(Problem(path + item.path, item.message) for item in self.problems)
 
     def or_at(self, *path: str | int) -> ConfigError:
-        """The same faults; those that say no place are of this one."""
+        """The same faults; those without a path get this one."""
         return type(self)(Problem(item.path or path, item.message) for item in self.problems)
 
     @classmethod
     def from_validation(cls, error: ValidationError) -> ConfigError:
-        """Translates pydantic's findings into paths and sentences."""
+        """The errors of a pydantic `ValidationError` as paths and sentences."""
         problems: list[Problem] = []
         lines = error.errors(include_url=False)
         faults = [tuple(line["loc"]) for line in lines]
         for path, line in zip(faults, lines, strict=True):
-            # pydantic counts the valid items of a tuple only: that fault is named already.
+            # pydantic counts only the valid items of a tuple, so a faulty item makes it "too short" as well.
             inside = [other for other in faults if other != path and other[: len(path)] == path]
             if line["type"] == "too_short" and inside:
                 continue
@@ -85,7 +85,7 @@ class ConfigError(HecateError, ValueError):
 
 
 class ArgumentError(HecateError, TypeError):
-    """A call by a name that what is called does not take."""
+    """A keyword argument that a function or class does not take."""
 
 
 class ShapeError(HecateError, ValueError):
@@ -93,7 +93,7 @@ class ShapeError(HecateError, ValueError):
 
 
 class NonFiniteError(HecateError, ArithmeticError):
-    """A memory left the finite numbers; names the memory, the batch row, the head and the token."""
+    """NaN or infinity in a memory; names the memory, the batch row, the head and the token."""
 
 
 class CheckpointError(HecateError):
@@ -105,11 +105,11 @@ class DataError(HecateError, ValueError):
 
 
 class ParallelError(HecateError):
-    """Processes of one run that do not fit together, or one of them that is gone."""
+    """Processes of one run that disagree, or one of them that has died."""
 
 
 class HookError(HecateError):
-    """Code of others that a run calls, a hook or a logger, has failed; names it."""
+    """A failure in a user's hook or logger that a run calls; names it."""
 
 
 class StabilityWarning(UserWarning):
@@ -117,7 +117,7 @@ class StabilityWarning(UserWarning):
 
 
 class LayoutWarning(UserWarning):
-    """Axes of a tensor that fit, and look as if two of them were swapped."""
+    """A tensor of a valid shape that looks as if two of its axes were swapped."""
 
 
 class HealthWarning(UserWarning):
@@ -125,11 +125,11 @@ class HealthWarning(UserWarning):
 
 
 class FileSystemWarning(UserWarning):
-    """A promise about files that the file system they are on cannot keep."""
+    """A guarantee about files that their file system cannot give."""
 
 
 def install_line(extra: str) -> str:
-    """Command that installs an extra; the package index has another project's package under the name `hecate`."""
+    """Command that installs an extra, from a checkout: the name `hecate` on the package index is another project's."""
     return f'pip install -c constraints.txt ".[{extra}]" (in a checkout of hecate)'
 
 
@@ -143,9 +143,9 @@ def format_path(path: Iterable[str | int]) -> str:
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """Text that a terminal may show: control characters, marks that turn its direction and halves of surrogate pairs
-    are escaped, line ends and tabs are not. With `most`, a line of at most so many characters: the middle of what is
-    longer, and of words beyond `WORD`, is left out. Everything that others have named or written is shown by it."""
+    """Text that is safe to print on a terminal: control characters, marks that change the text direction and lone
+    surrogates are escaped; line ends and tabs are not. With `most`, one line of at most that many characters: the
+    middle of a longer text, and of words longer than `WORD`, is left out. Any text from outside is shown through it."""
     text = _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
     if most is None:
         return text
@@ -161,13 +161,14 @@ def shorten(value: object) -> str:
     """`repr(value)` as one `printable` line of at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
-    except (RecursionError, ValueError):  # nested too deeply, an integer of too many digits
+    except (RecursionError, ValueError):  # nested too deeply, or an integer of too many digits
         return f"a {type(value).__name__} too large to show"
     return printable(text, 80)
 
 
 def meant(word: object, known: Iterable[str]) -> str:
-    """Suggestion of the name that a word from elsewhere has here, or advice on what to write; else an empty text."""
+    """Hint for a word of another library or paper: its name in hecate, or advice on what to write; else an empty
+    text."""
     text = word.lower() if isinstance(word, str) else ""
     for ours in MEANT.get(text, ()):
         if ours in known:
@@ -176,7 +177,7 @@ def meant(word: object, known: Iterable[str]) -> str:
 
 
 def did_you_mean(word: object, known: Iterable[str], closeness: float = 0.6) -> str:
-    """` Did you mean 'elu'?`, or an empty text when nothing known is close."""
+    """` Did you mean 'elu'?`, or an empty text if no known name is close."""
     text, known = word if isinstance(word, str) else shorten(word), list(known)
     if hint := meant(word, known):
         return hint
@@ -185,7 +186,7 @@ def did_you_mean(word: object, known: Iterable[str], closeness: float = 0.6) -> 
 
 
 def not_known(word: object, known: Iterable[str], hint: str = "") -> str:
-    """`. Did you mean 'elu'? Known: elu, relu.`, to follow the word: what was meant stands ahead of all there is."""
+    """`. Did you mean 'elu'? Known: elu, relu.`, to follow the word: first the suggestion, then all known names."""
     known = list(known)
     between = "; " if any("," in name for name in known) else ", "
     return f".{hint or did_you_mean(word, known)} Known: {between.join(known)}."
@@ -198,6 +199,7 @@ _SENTENCES = {
     "less_than_equal": "must be <= {le}, got {shown}",
     "literal_error": "must be {expected}, got {shown}",
     "missing": "is required",
+    "too_short": "must be a list of {min_length} or more, got {shown}",
     "finite_number": "must be a finite number, got {shown}",
     "int_type": "must be an integer, got {shown} ({type})",
     "float_type": "must be a number, got {shown} ({type})",
@@ -209,7 +211,7 @@ _SENTENCES = {
 }
 
 
-# Names from elsewhere.
+# Names that other libraries and papers use.
 _WIDTH = ("d_model", "embed_dim", "hidden_size")
 
 MEANT: Mapping[str, tuple[str, ...]] = {
@@ -247,7 +249,7 @@ MEANT: Mapping[str, tuple[str, ...]] = {
     "rwkv": ("rwkv7",),
     "lact": ("large_chunk_ttt",),
 }
-"""By a word from elsewhere, ours; the first that exists where it was written is meant."""
+"""Names in hecate by a name used elsewhere; the first that is valid where the word was written is suggested."""
 
 _MASK = "Padding is write_mask, bool [B, T], True for tokens that are written: attention_mask.bool()."
 _LOSS = (
@@ -264,4 +266,4 @@ ADVICE: Mapping[str, str] = {
     "dropout": "Memories drop nothing; put nn.Dropout around the layer.",
     "beta": "What papers call beta is lr in a rule and momentum in an optimiser.",
 }
-"""By a word that has no name of ours, what to write instead."""
+"""Advice on what to write, by a word that has no counterpart in hecate."""

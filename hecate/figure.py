@@ -1,5 +1,5 @@
-"""Figures of one look, as PNG and SVG: colours for any colour vision, curves named at their ends, shaded errors, and in
-an SVG light or dark as its reader has it."""
+"""Figures in one style, as PNG and SVG: colours for any colour vision, curves labelled at their ends, shaded errors;
+SVGs follow the reader's light or dark theme."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hecate.errors import ConfigError, install_line
 from hecate.files import write_file
 
 INK, GREY, PALE = "#222222", "#767676", "#dcdcdc"
-# M. Okabe and K. Ito, Color Universal Design, 2008: told apart with any colour vision.
+# M. Okabe and K. Ito, Color Universal Design, 2008: distinct for any colour vision.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-NAMES, GAP = 8.5, 1.4  # size of the names of curves in points, and their distance in lines
+NAMES, GAP = 8.5, 1.4  # font size of curve labels in points, and their distance in multiples of it
 LOOK: dict[str, Any] = {
     "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.labelcolor": INK,
     "axes.prop_cycle": f"cycler('color', {list(COLOURS)})", "axes.titlelocation": "left", "axes.titlesize": 10,
@@ -34,7 +34,7 @@ LOOK: dict[str, Any] = {
 
 
 def figure_type(needed_for: str | None = None) -> Any:
-    """matplotlib's `Figure`; where it is not installed None, or a `ConfigError` that tells what needs it."""
+    """matplotlib's `Figure`; if it is not installed None, or with `needed_for` a `ConfigError` that names it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -45,14 +45,14 @@ def figure_type(needed_for: str | None = None) -> Any:
 
 
 def styled() -> AbstractContextManager[None]:
-    """matplotlib's settings are ours inside, whatever a user has set, and afterwards as they were."""
+    """Context in which matplotlib has hecate's settings, whatever the user's are; they are restored afterwards."""
     from matplotlib import style
 
     return style.context(["default", LOOK])
 
 
 def images(size: tuple[float, float], draw: Callable[[Any], object]) -> dict[str, bytes]:
-    """The files, by ending, of what `draw` puts on a figure of so many inches; none without matplotlib."""
+    """PNG and SVG, by ending, of a figure on which `draw` draws; its size is in inches. Empty without matplotlib."""
     new = figure_type()
     if new is None:
         return {}
@@ -62,7 +62,7 @@ def images(size: tuple[float, float], draw: Callable[[Any], object]) -> dict[str
 
 
 def images_of(figure: Any) -> dict[str, bytes]:
-    """A figure's files by ending, the same bytes every time."""
+    """PNG and SVG of a figure, by ending; the same bytes every time."""
     png, svg = io.BytesIO(), io.StringIO()
     with styled():
         figure.savefig(png, format="png", dpi=120)
@@ -71,14 +71,15 @@ def images_of(figure: Any) -> dict[str, bytes]:
 
 
 def numbered(svg: str) -> str:
-    """An SVG with numbers for ids: matplotlib's are digests, of a layout's last bits too, which differ by the run."""
+    """An SVG with numbered ids: matplotlib's are hashes that depend on the last bits of the layout, which vary by
+    run."""
     for number, name in enumerate(dict.fromkeys(re.findall(r'id="([a-zA-Z]+[0-9a-f]{10})"', svg))):
         svg = svg.replace(name, f"id{number}")
     return svg
 
 
 def write_images(path: Path, files: dict[str, bytes]) -> list[Path]:
-    """Writes each beside the others under the path's name, whole or not at all. Raises OSError."""
+    """Writes each file under the path's name with its own ending, atomically; returns the paths. Raises OSError."""
     stem = path.name.removesuffix(".png").removesuffix(".svg")
     paths = [path.with_name(f"{stem}.{ending}") for ending in files]
     for place, image in zip(paths, files.values(), strict=True):
@@ -87,8 +88,8 @@ def write_images(path: Path, files: dict[str, bytes]) -> list[Path]:
 
 
 def in_the_dark(svg: str) -> str:
-    """An SVG that has every colour in another lightness where its reader has a dark page."""
-    ink = _dark("#000000")  # what black things inherit, of which matplotlib writes no colour
+    """An SVG with a style that changes the lightness of every colour if the reader prefers a dark theme."""
+    ink = _dark("#000000")  # matplotlib writes no colour for black, so it is set on the root element
     rules = [f"svg{{fill:{ink}}}image{{filter:invert(0.93) hue-rotate(180deg)}}"]
     for what, colour in sorted(set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", svg))):
         rules.append(f'[style*="{what}: {colour}"]{{{what}:{_dark(colour)}!important}}')
@@ -97,14 +98,14 @@ def in_the_dark(svg: str) -> str:
 
 
 def _dark(colour: str) -> str:
-    """The same hue on dark paper: what is grey or dark changes sides, other colours come out of the shade."""
+    """The same hue for a dark page: greys and dark colours have their lightness inverted, others become lighter."""
     hue, light, full = colorsys.rgb_to_hls(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))
     parts = colorsys.hls_to_rgb(hue, 0.93 - 0.86 * light if full < 0.1 or light < 0.3 else 0.2 + 0.6 * light, full)
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
 def curve(axes: Any, x: Any, samples: Tensor, index: int, label: str, **style: Any) -> None:
-    """Mean of samples `[seeds, points]` over x, its standard error shaded; look number `index`."""
+    """Plots the mean of samples `[seeds, points]` over x, its standard error shaded, in style number `index`."""
     mean, error = mean_and_error(samples)
     look = {"color": COLOURS[index % 7], "linestyle": DASHES[index % 7], "label": label}
     (line,) = axes.plot(x, mean, **{**look, **style})
@@ -119,7 +120,7 @@ def mean_and_error(samples: Tensor) -> tuple[Any, Any]:
 
 
 def finish(axes: Any, title: str, xlabel: str, ylabel: str, *, legend: bool = True, **settings: Any) -> None:
-    """Title, axes with their units, a light grid, and the names of curves."""
+    """Sets the title, axis labels, a light grid and the labels of curves."""
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     axes.grid(color=PALE, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -128,14 +129,14 @@ def finish(axes: Any, title: str, xlabel: str, ylabel: str, *, legend: bool = Tr
 
 
 def _name_curves(axes: Any) -> None:
-    """Writes the name of every curve to the right of the axes, each on a line of its own, and leads to its end; a
-    legend below them where there is more than curves, or a figure whose layout makes no room."""
+    """Writes the label of every curve to the right of the axes, without overlap, with a line to the curve's end. If
+    the axes have more than curves, or the figure's layout leaves no room, a legend below instead."""
     figure, (handles, names) = axes.figure.canvas.figure, axes.get_legend_handles_labels()
-    lines = [getattr(handle, "lines", (handle,))[0] for handle in handles]  # of curves, with errors or without
+    lines = [getattr(handle, "lines", (handle,))[0] for handle in handles]  # curves, with error bars or without
     if figure.get_layout_engine() is None or not all(hasattr(line, "get_xydata") for line in lines):
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=NAMES, frameon=False)
         return
-    figure.draw_without_rendering()  # lays out, so that heights are known
+    figure.draw_without_rendering()  # computes the layout, so that heights are known
     ends = []
     for line, name in zip(lines, names, strict=True):
         known = [point for point in line.get_xydata() if all(map(math.isfinite, point))]
@@ -155,12 +156,12 @@ def _name_curves(axes: Any) -> None:
 
 
 def one_legend(figure: Any, axes: Any, columns: int) -> None:
-    """The legend of one panel, for all of them, below the figure."""
+    """Draws one panel's legend below the figure, for all panels."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def ticks(axes: Any, values: Sequence[float]) -> None:
-    """Marks the values of a logarithmic axis themselves, written out."""
+    """Puts ticks at these values of a logarithmic axis, labelled with plain numbers."""
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.minorticks_off()

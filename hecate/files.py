@@ -1,7 +1,8 @@
-"""Writing so that a reader, or a writer that was killed, finds the old content or the new one.
+"""Atomic and durable writing: readers see the old content or the new, even if the writer is killed.
 
-What is not finished has a name `.tmp-NAME-THREAD`, and is swept away when a run starts. Only metrics.jsonl is appended
-to. File systems without locks, or that cannot force a folder to disk, serve with less, of which they warn once.
+Unfinished files and folders are named `.tmp-NAME-THREAD`, and are deleted when a run starts. Only metrics.jsonl is
+appended to. On file systems without locks, or that cannot force a folder to disk, a warning is shown once and work goes
+on without that guarantee.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ _warned: set[str] = set()
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The first bytes of a regular file, `most` of them at most, without waiting for a writer.
+    """The first bytes of a regular file, at most `most`; refuses pipes, which would wait for a writer.
 
-    Raises OSError; ValueError for a path that no file can have.
+    Raises OSError; ValueError for an impossible path.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError("it is a pipe or a device, not a file")
     pieces: list[bytes] = []
     with path.open("rb") as file:
-        each = max(1 << 20, path.stat().st_size + 1)  # all in one piece, unless it claims another size than it has
+        each = max(1 << 20, path.stat().st_size + 1)  # usually one piece; some files report a wrong size, such as 0
         while most > 0 and (piece := file.read(min(most, each))):
             pieces.append(piece)
             most -= len(piece)
@@ -58,7 +59,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_whole(path: Path, most: int = 1 << 30) -> bytes:
-    """The bytes of a regular file, whatever size it claims. Raises OSError, also where it has more than `most`."""
+    """The bytes of a regular file, whatever size it reports. Raises OSError, also if it has more than `most`."""
     content = read_file(path, most + 1)
     if len(content) > most:
         raise OSError(f"it has more than {most >> 20} MiB")
@@ -66,11 +67,11 @@ def read_whole(path: Path, most: int = 1 << 30) -> bytes:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Replaces a file atomically and durably; text is UTF-8, and what has none is escaped. Raises OSError."""
+    """Replaces a file atomically and durably; text is written in UTF-8, lone surrogates escaped. Raises OSError."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = temporary_name(path)
     try:
-        temporary.unlink(missing_ok=True)  # of a dead process with this number, or a link that someone put there
+        temporary.unlink(missing_ok=True)  # left by a dead process with the same number, or a link placed there
         with temporary.open("xb") as file:
             file.write(data)
         sync(temporary)
@@ -82,12 +83,12 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `target`, a name that is free, complete and durable.
+    """A temporary folder to fill, renamed to `target`, a free name, once it is complete and on disk.
 
-    If filling it fails, nothing remains. Raises OSError.
+    If filling it fails, it is deleted. Raises OSError.
     """
     temporary = temporary_name(target)
-    shutil.rmtree(temporary, ignore_errors=True)  # of a dead process with this number
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a dead process with the same number
     try:
         temporary.mkdir()
         yield temporary
@@ -101,7 +102,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Deletes a folder that others may read: it is gone as a whole before its parts are."""
+    """Deletes a folder that others may be reading: it is renamed first, so that nobody finds it half deleted."""
     hidden = temporary_name(path)
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -110,7 +111,7 @@ def remove_folder(path: Path) -> None:
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """The folder, with those above it, durable; one that is there keeps its mode. Raises OSError."""
+    """Makes a folder and those above it, durably; an existing one keeps its mode. Raises OSError."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(mode, exist_ok=True)
@@ -118,7 +119,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Deletes what killed writers left in a folder, and nothing that has another name."""
+    """Deletes unfinished files and folders that killed writers left in a folder, by their names, and nothing else."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if _OURS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -127,8 +128,8 @@ def sweep(folder: Path) -> None:
 
 
 def sweep_evaluations(folder: Path) -> None:
-    """Deletes what killed evaluations left in a folder that others may write to now: what is older than an hour, as
-    writing one takes seconds."""
+    """Deletes what killed evaluations left in a folder. Others may be writing there now, which takes seconds, so only
+    what is older than an hour is deleted."""
     for path in folder.glob(f"{TEMPORARY}step-*"):
         plain = path.is_dir() and not path.is_symlink() and _EVALUATION.fullmatch(path.name)
         if plain and time.time() - path.stat().st_mtime > HOUR:
@@ -136,7 +137,7 @@ def sweep_evaluations(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Forces a file, or the entries of a folder, to disk, where the file system can do that. Raises OSError."""
+    """Forces a file, or the entries of a folder, to disk, if the file system can. Raises OSError."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -148,7 +149,7 @@ def sync(path: Path) -> None:
 
 
 def sync_open(handle: int, path: Path) -> None:
-    """Forces the open file of a path to disk, as `sync` does."""
+    """Forces an open file to disk as `sync` does; `path` is for messages."""
     try:
         os.fsync(handle)
     except OSError as error:
@@ -162,8 +163,8 @@ def _lost_sync(path: Path, error: OSError, served: frozenset[int]) -> None:
 
 
 def lock(handle: int, path: Path) -> None:
-    """Takes the lock of the open file of a path, which ends with the processes that have it. Raises OSError,
-    BlockingIOError where another process has it; where a file system has no locks, nobody is kept out."""
+    """Locks an open file; the lock ends with the processes that have the file open. On a file system without locks it
+    warns, and keeps nobody out. Raises OSError; BlockingIOError if another process holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -183,7 +184,7 @@ def _warn_once(what: str, path: Path, error: OSError, lack: str, so: str) -> Non
 def refusing(
     what: str, instead: str = "", *, then: str = "", kind: type[HecateError] = CheckpointError
 ) -> Iterator[None]:
-    """Tells an OSError as an error of this kind: cannot WHAT: reason; what helps against that or INSTEAD, and THEN."""
+    """Turns an OSError into an error of this kind: "cannot WHAT: reason; remedy or INSTEAD, then THEN"."""
     try:
         yield
     except OSError as error:
@@ -193,14 +194,14 @@ def refusing(
 
 
 def expect_free(target: Path, instead: str) -> None:
-    """Refuses a folder to write that is there already; INSTEAD says what helps."""
+    """Refuses a target folder that exists already; `instead` is the remedy in the message."""
     if target.exists():
         raise CheckpointError(f"{target} exists already; {instead}")
 
 
 @contextmanager
 def written_folder(target: Path, instead: str) -> Iterator[Path]:
-    """`new_folder`, with the folders above it; what keeps it from being written is a `CheckpointError`."""
+    """`new_folder`, with the folders above it; failures to write it are `CheckpointError`s."""
     with refusing(f"write {target}", instead), by_library():
         make_folder(target.absolute().parent)
         with new_folder(target.absolute()) as folder:
@@ -209,7 +210,7 @@ def written_folder(target: Path, instead: str) -> Iterator[Path]:
 
 @contextmanager
 def reading(what: object, instead: str = "put it back") -> Iterator[None]:
-    """Tells a failure to read a file of data as `DataError`: cannot read WHAT: reason; INSTEAD."""
+    """Turns a failure to read a data file into a `DataError`: "cannot read WHAT: reason; INSTEAD"."""
     try:
         yield
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
@@ -218,18 +219,18 @@ def reading(what: object, instead: str = "put it back") -> Iterator[None]:
 
 
 def cure(error: OSError) -> str:
-    """Remedy for the reason of an error; an empty text if none is known."""
+    """Remedy for an error, by its errno; an empty text if none is known."""
     return _CURES.get(error.errno or 0, "")
 
 
 @contextmanager
 def by_library() -> Iterator[None]:
-    """Around libraries that write files: an OSError that they tell by a type of their own is raised as what it is."""
+    """Around calls of libraries that write files: raises the OSError behind an exception of a library's own type."""
     try:
         yield
     except (OSError, HecateError):
         raise
-    except BaseException as error:  # which that of torch's DCP is
+    except BaseException as error:  # the exception of torch's DCP is no Exception
         fault = _behind(error)
         if fault is None:
             raise
@@ -237,7 +238,7 @@ def by_library() -> Iterator[None]:
 
 
 def _behind(error: BaseException) -> OSError | None:
-    """The OSError that was raised ahead of an error, on another rank too, or that its text tells."""
+    """The OSError that caused an error, possibly on another rank, or whose number its text names."""
     faults = [pair[0] for pair in getattr(error, "failures", {}).values()] or [error]
     for fault in faults:
         place: BaseException | None = fault
@@ -251,18 +252,18 @@ def _behind(error: BaseException) -> OSError | None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Beside a file, where its content lies until it is whole: for each thread a name of its own."""
-    number = threading.get_native_id()  # that of the process in its first thread
+    """Path beside a file for its unfinished content; each thread has its own."""
+    number = threading.get_native_id()  # in the main thread this is the process id
     return path.with_name(f"{TEMPORARY}{path.name.removeprefix(TEMPORARY)}-{number}")
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit that is checked out in the git repository around a folder, as its files say it; None without one, or
-    where they say no commit."""
+    """The commit that is checked out in the git repository around a folder, read from git's files; None without a
+    repository or a commit."""
     for parent in (folder, *folder.parents):
         git = parent / ".git"
         try:
-            if git.is_file():  # a worktree names its own folder
+            if git.is_file():  # in a worktree `.git` is a file that names the folder
                 git = parent / _text(git).removeprefix("gitdir:").strip()
             elif not git.is_dir():
                 continue
@@ -274,7 +275,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def _resolved(git: Path) -> str:
-    """HEAD, through a branch if it names one."""
+    """The commit of HEAD, looked up if HEAD names a branch; an empty text if the branch has none."""
     head = _text(git / "HEAD")
     if not head.startswith("ref: "):
         return head
@@ -291,5 +292,5 @@ def _resolved(git: Path) -> str:
 
 
 def _text(path: Path, most: int = 1 << 12) -> str:
-    """The words of a small file, which is not waited for."""
+    """The stripped text of a small file, read without blocking."""
     return read_whole(path, most).decode("utf-8").strip()

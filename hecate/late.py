@@ -1,7 +1,7 @@
-"""Looks at numbers on a device that are put off, so that the host never waits for it on the way.
+"""Deferred checks of numbers on a device, so that the host does not wait for it.
 
-What is to be looked at is copied to the host as the device comes to it. `look()` sees what has arrived, and
-`look(wait=True)` waits for the rest. [ENG-FINITE-D4]
+Numbers are copied to the host asynchronously. `look()` calls the checks of those that have arrived, and
+`look(wait=True)` waits for all. [ENG-FINITE-D4]
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Numbers on their way to the host, in the order in which devices were asked; when they are there, what to do then, and
-# where they come from.
+# Copies on their way to the host, oldest first: the tensor on the host, the event that marks its arrival, the function
+# to call with it, and the device that it comes from.
 _WAITING: deque[tuple[Tensor, torch.Event | None, Callable[[Tensor], None], torch.device]] = deque()
-# Places on the host, with their events, that were looked at: to pin memory anew costs more than all else here.
+# Host tensors and their events for reuse: pinning new memory costs more than everything else here.
 _FREE: dict[Any, list[tuple[Tensor, torch.Event]]] = {}
-MOST = 64  # of one shape
+MOST = 64  # kept for each shape, dtype and device
 
 
-HELD: list[None] = []  # not empty while looks are held back
+HELD: list[None] = []  # one entry for every `holding` that is active
 
 
 @contextmanager
 def holding() -> Iterator[None]:
-    """Within it nothing raises before a `look` that waits, on no device: for processes that have to keep step, which
-    one that leaves in the middle of a pass would leave waiting."""
+    """Context in which only `look(wait=True)` runs deferred checks, on any device: for processes that have to keep
+    step, as one that raised in the middle of a pass would leave the others waiting."""
     HELD.append(None)
     try:
         yield
@@ -37,17 +37,18 @@ def holding() -> Iterator[None]:
 
 
 def put_off(value: Tensor, then: Callable[[Tensor], None]) -> None:
-    """Calls `then(value)` at a later `look`, with the value on the host, for as long as `then` runs; it may raise."""
+    """Calls `then(value)` at a later `look`, with the value on the host; `then` may raise, and must not keep the value,
+    whose memory is reused."""
     if value.device.type == "cpu":
         _WAITING.append((value, None, then, value.device))
         return
     if value.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return  # a graph's numbers are seen by nobody while it is recorded
+        return  # while a graph is recorded there are no numbers to check
     like = value.shape, value.dtype, value.device
     if free := _FREE.get(like):
         host, arrived = free.pop()
     else:
-        with torch.inference_mode(False):  # outside of which it may be written to again
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside of inference mode
             host = torch.empty(like[0], dtype=like[1], device="cpu", pin_memory=value.device.type == "cuda")
         arrived = torch.Event(value.device)
     host.copy_(value, non_blocking=True)
@@ -56,7 +57,7 @@ def put_off(value: Tensor, then: Callable[[Tensor], None]) -> None:
 
 
 def look(*, wait: bool = False) -> None:
-    """Looks at what was put off and has arrived; with `wait` at all of it."""
+    """Runs the deferred checks whose numbers have arrived; with `wait` all of them."""
     if HELD and not wait:
         return
     while _WAITING:
@@ -74,5 +75,5 @@ def look(*, wait: bool = False) -> None:
 
 
 def forget() -> None:
-    """Drops what was put off, unseen."""
+    """Drops all deferred checks."""
     _WAITING.clear()

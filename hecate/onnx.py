@@ -1,9 +1,9 @@
-"""Models as files of ONNX, a whole sequence and one token at a time, checked in ONNX Runtime against torch.
+"""Models as ONNX files, for a whole sequence and for one token at a time, checked against torch in ONNX Runtime.
 
     export_onnx(model, "folder")    # a language model, or a layer `(x, state) -> (y, state)`
 
-A memory is the standard operator `LinearAttention` of opset 27 where its rule is one of that operator's four, elsewhere
-ONNX's `Scan` over the program of one token. Needs the extra `onnx`. [ONNX-FILE-D1]
+A memory becomes the standard operator `LinearAttention` of opset 27 if its rule is one of that operator's four, else a
+`Scan` of ONNX over the program of one token. Needs the extra `onnx`. [ONNX-FILE-D1]
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ except ImportError:
 SEQUENCE, STEP = "sequence.onnx", "step.onnx"
 OPSET = 27
 TOLERANCE = 1e-5
-"""Of the largest number of an output, within which ONNX Runtime has to agree with torch."""
+"""Largest allowed difference between ONNX Runtime and torch, relative to the largest number of an output."""
 WeightDtype = Literal["float32", "float16"]
-_OWN = "hecate"  # domain in which torch.onnx, which knows no opset 27, is given its operator
+_OWN = "hecate"  # temporary domain of opset 27's operator, which torch.onnx does not know
 
 
 class Exported(NamedTuple):
-    """Files, and the largest relative difference from torch."""
+    """The exported folder, the number of nodes of each file, and the largest relative difference from torch."""
 
     folder: Path
     sequence_nodes: int
@@ -64,7 +64,8 @@ class Exported(NamedTuple):
 
 
 class _Sequence(nn.Module):
-    """First outputs and the state's tensors after a sequence, or from the tensors of a state."""
+    """A model that takes and returns the tensors of its state: x, past -> y, *present; without `past` it starts
+    empty."""
 
     def __init__(self, model: nn.Module, like: Any) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ def export_folder(folder: Path | str, out: Path | str, which: str = "best", dtyp
     its config and its tokenizer beside it. [ONNX-FILE-D1]
 
     Raises:
-        ConfigError, CheckpointError: no such model, and as `export_onnx`.
+        ConfigError, CheckpointError: a folder without such a model, and the errors of `export_onnx`.
     """
     folder = Path(folder)
     if (folder / "config.json").is_file():
@@ -109,19 +110,19 @@ def export_onnx(
     a state -> logits and the next state, into the new folder `out`, complete or not at all. Batch and length are open.
     [ONNX-FILE-D1]
 
-    States are tensors named `past.PLACE` and `present.PLACE`, all in float32 but whole numbers. Before anything is
-    written ONNX Runtime has run both files at sizes at which they were not traced.
+    State tensors are named `past.PATH` and `present.PATH`, all in float32 except integers. Before anything is written,
+    both files are run in ONNX Runtime at other sizes than they were traced with, and compared with torch.
 
     Args:
-        model: a `LanguageModel`, or a layer that takes x `[B, T, d_model]` in the place of tokens.
+        model: a `LanguageModel`, or a layer that takes x `[B, T, d_model]` in place of tokens.
         out: folder to make.
-        beside: files that are copied into it.
-        dtype: "float16" for matrices of weights in half the bytes, each rounded once by at most 2^-11 of itself, or
-            2^-25 below 2^-14; all that is computed, and states, stay in float32. [ONNX-FILE-D3]
+        beside: files to copy into it.
+        dtype: "float16" stores weight matrices in half the bytes, each number rounded once, by at most 2^-11 of itself,
+            or 2^-25 below 2^-14; computation and states stay in float32. [ONNX-FILE-D3]
 
     Raises:
-        ConfigError: what does not convert, by name, or does not give what torch gives; a weight beyond float16.
-        CheckpointError: `out` is there, or cannot be written.
+        ConfigError: a model that does not convert, naming the cause, or differs from torch; a weight beyond float16.
+        CheckpointError: `out` exists, or cannot be written.
     """
     expect_choice(dtype, "dtype", get_args(WeightDtype))
     out, model = Path(out), deepcopy(model).float().eval()
@@ -160,7 +161,7 @@ def export_onnx(
 
 
 def _round(model: nn.Module) -> None:
-    """Matrices of weights as numbers of float16, which the files then hold without another rounding."""
+    """Rounds weight matrices to float16 numbers, in place, so that storing them in float16 does not round again."""
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
             rounded = weight.half().float()
@@ -172,7 +173,8 @@ def _round(model: nn.Module) -> None:
 
 
 def _halve(model: Any) -> None:
-    """Matrices that are numbers of float16 in float16, each behind a cast; the converter may have computed others."""
+    """Stores in float16, followed by a cast, every matrix whose numbers float16 holds exactly; matrices computed by
+    the converter may not be such."""
     casts = []
     for weight in model.graph.initializer:
         numbers = onnx.numpy_helper.to_array(weight)
@@ -186,28 +188,27 @@ def _halve(model: Any) -> None:
     model.graph.node.extend(nodes)
 
 
-def _rule_of(model: nn.Module) -> MemoryConfig | None:
-    """The rule of a model or a layer, if it has one."""
-    config = getattr(model, "config", None)
-    rule = getattr(config, "memory", config)
-    return rule if isinstance(rule, MemoryConfig) else None
+def _rules_of(model: nn.Module) -> list[MemoryConfig]:
+    """The rules of a model's memories, each once."""
+    configs = (getattr(layer, "config", None) for layer in model.modules())
+    return list(dict.fromkeys(config for config in configs if isinstance(config, MemoryConfig)))
 
 
 def _title(model: nn.Module) -> str:
-    """A model by its class and its rule."""
-    rule, name = _rule_of(model), type(model).__name__
-    return name if rule is None else f"{name} of {rule_repr(rule)}, readout={rule.readout.kind}"
+    """Name of a model for messages: its class, and the rule of its memories if all have the same."""
+    rules, name = _rules_of(model), type(model).__name__
+    return f"{name} of {rule_repr(rules[0])}, readout={rules[0].readout.kind}" if len(rules) == 1 else name
 
 
 def _by_torch(model: nn.Module) -> list[str]:
-    """Knobs of a user's own whose derivatives are left to `torch.func`, with the methods that would be them."""
-    rule = _rule_of(model)
-    knobs = () if rule is None else (rule.bias, rule.retention, rule.algorithm, rule.structure)
+    """Knobs of a user's own with derivatives left to `torch.func`, and the methods that would define them."""
+    rules = _rules_of(model)
+    knobs = dict.fromkeys(k for rule in rules for k in (rule.bias, rule.retention, rule.algorithm, rule.structure))
     return [f"{k._family} {k.kind!r} ({', '.join(k._derivatives)})" for k in knobs if not k.hand_written()]
 
 
 def _draw(model: nn.Module, batch: int, length: int) -> Tensor:
-    """Input of a model."""
+    """Random input of a model: tokens or x."""
     draws = torch.Generator().manual_seed(length)
     if isinstance(model, LanguageModel):
         return torch.randint(0, model.config.vocab_size or 1, (batch, length), generator=draws)
@@ -221,7 +222,7 @@ def _name_of(place: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch's exporter tells of itself."""
+    """Context without the warnings and log messages of torch's exporter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable
@@ -235,7 +236,7 @@ def _quiet() -> Iterator[None]:
 def _to_onnx(
     sequence: _Sequence, arguments: tuple[Any, ...], inputs: list[str], outputs: list[str], *, open_length: bool
 ) -> Any:
-    """A model of ONNX."""
+    """The ONNX model of a sequence, traced with these arguments."""
     batch, length = torch.export.Dim("batch", min=1, max=1 << 16), torch.export.Dim("length", min=1, max=1 << 20)
     past = arguments[1:]
     axes: dict[str, Any] = {"x": {0: batch, 1: length} if open_length else {0: batch}}
@@ -249,7 +250,7 @@ def _to_onnx(
         )
     except HecateError:
         raise
-    except Exception as error:  # torch's converter raises what it likes
+    except Exception as error:  # torch's converter may raise anything
         said = str(error.__cause__ or error).strip().splitlines()[0]
         if own := _by_torch(sequence.model):
             said = f"torch.func takes derivatives of {' and '.join(own)}, which the exporter cannot follow; write them"
@@ -264,7 +265,8 @@ def _to_onnx(
 
 
 def _difference(sequence: _Sequence, whole: Any, step: Any, batch: int, length: int) -> float:
-    """The largest difference from torch, of each output's largest number, of a sequence and of a token after it."""
+    """The largest difference from torch over a sequence and the token after it, relative to each output's largest
+    number."""
     x, more = _draw(sequence.model, batch, length), _draw(sequence.model, batch, 1)
     wanted = sequence(x)
     further = sequence(more, wanted[1:])
@@ -278,13 +280,13 @@ def _difference(sequence: _Sequence, whole: Any, step: Any, batch: int, length: 
 
 
 def _worst(errors: Iterable[float]) -> float:
-    """The largest; NaN if one of them is, which `max` drops behind a number."""
+    """The largest error; NaN if one is NaN, which Python's `max` may lose."""
     return float(torch.tensor([*errors], dtype=torch.float64).max())
 
 
 def _session(proto: Any) -> Any:
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors; what it tidies up is no news
+    options.log_severity_level = 3  # errors only: it would warn of what it removes
     return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
@@ -294,11 +296,11 @@ def _relative(got: Tensor, want: Tensor) -> Tensor:
 
 
 def _operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Decomposition of a scan: the operator of ONNX, or a loop."""
+    """Decomposition of a scan: ONNX's operator LinearAttention, or a loop."""
     config, tree, _ = scan_arguments(call, tensors)
     rule = update_rule(config)
     masked = tree["write_mask"] is not None or tree["reset_mask"] is not None
-    # A write that does not look at the memory has one key, `write * phi(k)`, whatever would erase.
+    # A write that does not read the memory has one key, `write * phi(k)`, so that erase gates have no effect.
     others = () if tree["gates"] is None else tree["gates"][5 if config.forms.target else 3 :]
     if rule is None or masked or any(gate is not None for gate in others):
         return as_loop(call, tensors)
@@ -322,7 +324,7 @@ def _operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def update_rule(config: MemoryConfig) -> str | None:
-    """`update_rule` of the operator LinearAttention that a rule is, or None."""
+    """The `update_rule` of the operator LinearAttention that computes a rule, or None."""
     plain = isinstance(config.structure, Matrix) and not config.forms.transposed and isinstance(config.algorithm, GD)
     plain = plain and isinstance(config.retention, NoRetention | Decay) and not config.retention.anchored
     plain = plain and config.writes == 1 and config.readout.plain
@@ -337,15 +339,15 @@ def update_rule(config: MemoryConfig) -> str | None:
     return None
 
 
-# Graphs in fewer nodes, of the same numbers but for rounding: norms as one operator, shapes said once.
+# Graphs with fewer nodes and the same results up to rounding: norms as one operator, each shape set once.
 
 TINY = 2.0**-126
-"""Of float32, the least number with all its digits."""
+"""The smallest normal number of float32."""
 
 
 def shorter(model: Any) -> Any:
-    """Norms as `RMSNormalization`, softplus as one operator, nothing expanded that an operator expands by itself, and
-    chains of operators that only say another shape as one `Reshape` or none. In place."""
+    """Simplifies a model in place: norms as `RMSNormalization`, softplus as one operator, no `Expand` before operators
+    that broadcast, and chains of operators that only change the shape as one `Reshape` or none."""
     for rules in (*_RULES, expand_before_binary_op_rules):
         rewrite(model, rules)
     for graph in model.graphs():
@@ -355,7 +357,7 @@ def shorter(model: Any) -> Any:
     return model
 
 
-# What torch's converter makes of torch's functions and of hecate's, in the order of its operands.
+# Patterns that torch's converter produces for functions of torch and hecate, with operands in its order.
 
 
 def _softplus(op: Any, x: Any) -> Any:
@@ -363,26 +365,26 @@ def _softplus(op: Any, x: Any) -> Any:
 
 
 def _rms(op: Any, x: Any, axes: Any, eps: Any, scale: Any) -> Any:
-    """`torch.rms_norm`."""
+    """The pattern of `torch.rms_norm`."""
     return op.Mul(op.Mul(x, op.Reciprocal(op.Sqrt(op.Add(op.ReduceMean(op.Pow(x, 2.0), axes), eps)))), scale)
 
 
 def _level(op: Any, x: Any, axes: Any) -> tuple[Any, Any]:
-    """`hecate.tape.ops.largest` and `levelling`."""
+    """`hecate.tape.ops.largest` and `levelling`: the largest |x|, and the power of two that brings it near 1."""
     longest = op.ReduceMax(op.Abs(x), axes)
     power = op.Neg(op.Clip(op.Floor(op.Div(op.Log(longest), math.log(2))), -126.0, 126.0))
     return longest, op.Where(op.Greater(longest, 0.0), op.Pow(2.0, power), 1.0)
 
 
 def _keys(op: Any, x: Any, axes: Any) -> Any:
-    """key_norm="l2" where nobody looks at numbers."""
+    """key_norm="l2" as traced, without branches on values."""
     x = op.Mul(x, _level(op, x, axes)[1])
     size = op.ReduceSum(op.Pow(x, 2.0), axes)
     return op.Div(x, op.Sqrt(op.Where(op.Greater(size, 0.0), size, 1.0)))
 
 
 def _layers(op: Any, x: Any, axes: Any, far: Any, eps: Any) -> Any:
-    """qk_norm="l2" where nobody looks at numbers."""
+    """qk_norm="l2" as traced, without branches on values."""
     longest, level = _level(op, x, axes)
     level = op.Where(op.Greater(longest, far), level, 1.0)
     x, least = op.Mul(x, level), op.Mul(level, eps)
@@ -391,13 +393,13 @@ def _layers(op: Any, x: Any, axes: Any, far: Any, eps: Any) -> Any:
 
 
 def _both(op: Any, x: Any, axes: Any, far: Any, eps: Any) -> Any:
-    """The first of the second, which is the first."""
+    """key_norm after qk_norm, which is the same as key_norm alone."""
     return _keys(op, _layers(op, x, axes, far, eps), axes)
 
 
 def _unit(op: Any, x: Any, floor: float, eps: float = 1e-6) -> Any:
-    """x / sqrt(|x|^2 + eps^2), whose squares are those of x over the sum of |x|, if that is above a floor: 1, where eps
-    then is too small to be seen, or TINY, where it is beside every x but 0."""
+    """x / sqrt(|x|^2 + eps^2), computed from x / max(sum |x|, floor), so that squares do not overflow. With floor 1 the
+    division only acts where eps is negligible; with floor TINY eps is negligible for every x but 0."""
     width = x.shape[-1]
     least, scale = (op.Constant(value=ir.tensor(item, dtype=x.dtype)) for item in ([floor], [width**-0.5] * width))
     near = op.Div(x, op.Max(op.ReduceL1(x, op.Constant(value=ir.tensor([-1]))), least))
@@ -413,7 +415,7 @@ def _number(value: Any) -> float:
 
 
 def _last(_: Any, x: Any, axes: Any, **__: Any) -> bool:
-    """True of numbers along the last axis."""
+    """True if a pattern reduces along the last axis."""
     return x.shape is not None and axes.const_value.numpy().tolist() in ([-1], [len(x.shape) - 1])
 
 
@@ -436,7 +438,8 @@ _TIDY = (
 
 
 def _reshape(graph: Any) -> None:
-    """One `Reshape` for what only says another shape, several in a row among them, and none for the same shape."""
+    """Replaces operators that only change the shape, also several in a row, by one `Reshape`, or by none if the shape
+    stays the same."""
     origins: dict[Any, Any] = {}
     for node in tuple(graph):
         if not _says_shape(node):
@@ -459,13 +462,13 @@ def _reshape(graph: Any) -> None:
 
 
 def _says_shape(node: Any) -> bool:
-    """True if an operator's output has the numbers of its first input, in order."""
+    """True if an operator's output has the elements of its first input, in the same order."""
     x, y = (*node.inputs, None)[0], node.outputs[0]
     if any(item is None or item.shape is None or item.shape.has_unknown_dim() for item in (x, y)):
         return False
     if node.op_type == "Transpose":
         order = [at for at in node.attributes["perm"].value if x.shape[at] != 1]
         return order == sorted(order)
-    if node.op_type == "Slice":  # a step of -1 turns them round
+    if node.op_type == "Slice":  # a step of -1 would reverse them
         return x.shape == y.shape and (len(node.inputs) < 5 or bool((node.inputs[4].const_value.numpy() > 0).all()))
     return node.op_type in ("Reshape", "Squeeze", "Unsqueeze")

@@ -1,8 +1,8 @@
-"""Other interpreters that are started here, and modules of users: neither takes a file of the working folder for a
+"""Starting other Python interpreters and importing users' modules, so that no file in the working folder replaces a
 module of the standard library or of an installed package.
 
-Python puts the working folder first on the path of what is started by `-m` or `-c`; a `statistics.py` that lies there
-would run in place of the one that is meant.
+Python puts the working folder first on the path of interpreters started with `-m` or `-c`; a `statistics.py` there
+would be imported in place of the standard one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SAFE = "PYTHONSAFEPATH"
 
 
 def interpreter(code: str, *arguments: str) -> list[str]:
-    """The command line of a Python that runs `code` and finds the modules that this one finds, those of the working
-    folder apart."""
+    """The command line of a Python that runs `code` and finds the same modules as this one, except those in the working
+    folder."""
     here, package = Path.cwd(), str(Path(__file__).resolve().parents[1])
     known = [path for path in sys.path if path and Path(path).absolute() != here]
     path = f"import sys; sys.path += [path for path in {[*known, package]!a} if path not in sys.path]"
@@ -32,7 +32,7 @@ def interpreter(code: str, *arguments: str) -> list[str]:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Around the start of processes by `multiprocessing`: none of them looks into the working folder first."""
+    """Context in which processes started by `multiprocessing` do not have the working folder first on their path."""
     before = os.environ.get(_SAFE)
     os.environ[_SAFE] = "1"
     try:
@@ -46,7 +46,8 @@ def safe_path() -> Iterator[None]:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Around the start of processes that leave Ctrl-C to this one: they inherit the mask, and print no traceback."""
+    """Context in which started processes inherit a mask for Ctrl-C: they leave it to this one and print no
+    traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -55,8 +56,8 @@ def without_interrupts() -> Iterator[None]:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Imports a user's modules, whose classes register themselves: of the working folder, which is searched last, or
-    installed ones. Raises ConfigError."""
+    """Imports a user's modules, whose classes register themselves: installed ones, or files in the working folder,
+    which is searched last. Raises ConfigError."""
     here = str(Path.cwd())
     if names and not {"", here} & set(sys.path):
         sys.path.append(here)
@@ -79,7 +80,7 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def _refuse_shadowed(name: str, module: ModuleType) -> None:
-    """A file of the working folder that has the name of a library is not what the import has found."""
+    """Refuses a file in the working folder that has the name of a library: the import found the library."""
     head = Path(name.partition(".")[0])
     mine = [path for path in (head.with_suffix(".py"), head / "__init__.py") if path.is_file()]
     origin = getattr(sys.modules[str(head)], "__file__", None)

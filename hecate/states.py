@@ -1,7 +1,8 @@
 """States of layers and models between calls, as values: moved, cut into rows, joined, repeated, saved.
 
-A state is a pytree of tensors whose first axis is the batch; numbers `[]` belong to all rows. The functions take any,
-such as a language model's tuple or that of your own module; a `State` has them as methods. [STATE-TREE-D1]
+A state is a pytree of tensors whose first axis is the batch; scalars `[]` apply to all rows. The functions take any
+such pytree, for example the tuple of a language model or of your own module; a `State` has them as methods.
+[STATE-TREE-D1]
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ _KINDS: dict[str, type[State]] = {}
 class State:
     """Base, beside a NamedTuple of the fields, of every state in the library: `class LayerState(State, _Fields)`.
 
-    Subclassing makes `load` know the class by its name, and torch.load with `weights_only=True` accept it.
+    Subclassing registers the class under its name for `load`, and as safe for torch.load with `weights_only=True`.
     [STATE-LOAD-I1]
     """
 
     __slots__ = ()
     wide: ClassVar[tuple[str, ...]] = ()
-    """Fields whose tensors `to` keeps in float32 or better."""
+    """Fields whose tensors `to` keeps in at least float32."""
     whole: ClassVar[tuple[tuple[str, torch.dtype], ...] | None] = None
-    """Fields whose tensors are whole numbers or flags, and their dtype; those of all others are floating point. None,
-    of a class of your own, lets each be any of them. [STATE-LOAD-I2]"""
+    """Fields whose tensors are integers or flags, with their dtype; the tensors of all other fields are floating point.
+    None, the default, allows any real dtype in every field. [STATE-LOAD-I2]"""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -56,8 +57,8 @@ class State:
         pytree._register_namedtuple(cls, serialized_type_name=f"hecate.{cls.__name__}")  # in files of torch.export
 
     def _replace(self, **fields: Any) -> Self:
-        """The same state with other fields. In place of NamedTuple's own, whose result torch.compile cannot return in
-        every version of torch that is supported: it builds one of a class that it was not told the name of."""
+        """The same state with some fields replaced. It overrides NamedTuple's method, because not every supported
+        version of torch.compile can return that one's result: it does not know its class."""
         return type(self)(**{**self._asdict(), **fields})  # type: ignore[attr-defined]
 
     @property
@@ -66,7 +67,7 @@ class State:
         return bytes_of(self)
 
     def detach(self) -> Self:
-        """The same state cut off from the graph that produced it."""
+        """As the function `detach`."""
         return detach(self)
 
     def to(self, *where: torch.device | str | torch.dtype) -> Self:
@@ -92,7 +93,7 @@ class State:
 
     @classmethod
     def load(cls, path: Path | str, device: torch.device | str = "cpu", model: str | None = None) -> Self:
-        """As the function `load`, of this class alone."""
+        """As the function `load`; refuses a state of another class."""
         state = load(path, device, model)
         if not isinstance(state, cls):
             raise CheckpointError(f"{path} holds a {type(state).__name__}, not a {cls.__name__}; load it as what it is")
@@ -105,16 +106,15 @@ class _ParkedFields(NamedTuple):
 
 
 class Parked(State, _ParkedFields):
-    """A state in half its bytes or fewer, to be kept between calls: see `park`.
+    """A state in about half its bytes or fewer, for storage between calls: see `park`.
 
     Fields:
         state: the tree, its large tensors in float16.
-        scales: for every leaf of it the factor `[]` that leads back, in the dtype to lead back to; None where it is as
-            it was.
+        scales: for every leaf the factor `[]` that restores it, in its original dtype; None for unchanged leaves.
     """
 
     __slots__ = ()
-    wide = ("scales",)  # which float16 has no numbers for
+    wide = ("scales",)  # they may be out of float16's range
 
 
 def bytes_of(state: Any) -> int:
@@ -123,19 +123,19 @@ def bytes_of(state: Any) -> int:
 
 
 def detach(state: Tree) -> Tree:
-    """The same state cut off from the graph that produced it."""
-    # What no gradient reaches stays itself, with what is known of it.
+    """The same state, detached from the autograd graph that produced it."""
+    # Tensors that carry no gradient stay the same objects, so that facts cached for them remain known.
     return pytree.tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() else x, state)
 
 
 def clone(state: Tree) -> Tree:
-    """The same state, detached, with storage of its own: what is done to either does not change the other."""
+    """A detached copy with its own storage: changing either in place leaves the other as it is."""
     return pytree.tree_map_only(Tensor, lambda item: item.detach().clone(), state)
 
 
 def to(state: Tree, *where: torch.device | str | torch.dtype) -> Tree:
-    """The state on a device, in a floating point dtype, or both; whole numbers keep their dtype, and what a memory
-    holds stays float32 or better, as layers keep it. [STATE-TO-D1]"""
+    """The state on a device, in a floating point dtype, or both. Integers keep their dtype, and contents of memories
+    stay in at least float32, as in layers. [STATE-TO-D1]"""
     dtypes = [item for item in where if isinstance(item, torch.dtype)]
     devices = [item for item in where if not isinstance(item, torch.dtype)]
     if not where or len(dtypes) > 1 or len(devices) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
@@ -159,11 +159,11 @@ def to(state: Tree, *where: torch.device | str | torch.dtype) -> Tree:
 
 
 def park(state: Any) -> Parked:
-    """The state to be kept: tensors of more than two axes in float16, as multiples of a power of two by which the
-    largest of each lies below 2^15; the others, such as a length per head, as they are. [STATE-PARK-D1]
+    """The state for storage: tensors of more than two axes in float16, each divided by a power of two that puts its
+    largest number below 2^15; the others, such as a length per head, unchanged. [STATE-PARK-D1]
 
-    Numbers move by at most 2^-11 of themselves, or 2^-39 of the largest in their tensor if that is more; none
-    overflows. Compute with what `unpark` gives."""
+    Numbers change by at most 2^-11 of themselves, or 2^-39 of the largest in their tensor if that is more; none
+    overflows. Restore it with `unpark` to compute with it."""
     if isinstance(state, Parked):
         return clone(state)
     flat, spec = pytree.tree_flatten(clone(state))
@@ -171,14 +171,14 @@ def park(state: Any) -> Parked:
     for place, item in enumerate(flat):
         if isinstance(item, Tensor) and item.dim() > 2 and item.is_floating_point() and item.itemsize > 2:
             largest = torch.where(item.isfinite(), item, 0).abs().amax() if item.numel() else item.new_zeros(())
-            power = torch.frexp(largest).exponent.clamp(min=-100) - 15  # what is not finite stays so
+            power = torch.frexp(largest).exponent.clamp(min=-100) - 15  # NaN and infinity stay as they are
             scale = scales[place] = torch.ldexp(torch.ones_like(largest), power)
             flat[place] = (item / scale).half()
     return Parked(pytree.tree_unflatten(flat, spec), tuple(scales))
 
 
 def unpark(state: Any) -> Any:
-    """The state that was parked, in the dtypes that it had, with storage of its own; a copy of one that was not.
+    """The state that was parked, in its original dtypes, with its own storage; a copy of a state that is not parked.
     [STATE-PARK-D1]"""
     if not isinstance(state, Parked):
         return clone(state)
@@ -194,11 +194,11 @@ def unpark(state: Any) -> Any:
 
 
 def rows(state: Tree, which: Rows) -> Tree:
-    """Some rows of a batch, in a new order or several times: by whole numbers, a bool mask `[B]` or a slice, which
-    gives views. [STATE-ROWS-I1]
+    """Some rows of a batch, in any order and possibly repeated, chosen by indices `[N]`, a bool mask `[B]` or a slice,
+    which gives views. [STATE-ROWS-I1]
 
     Raises:
-        ShapeError: rows that the state does not have, or a state that is not by rows.
+        ShapeError: rows that the state does not have, or tensors that differ in their number of rows.
     """
     count = _batch(state)
     if isinstance(which, slice):
@@ -221,7 +221,7 @@ def rows(state: Tree, which: Rows) -> Tree:
 
 
 def repeat(state: Tree, times: int) -> Tree:
-    """Every row so many times, side by side: `0 0 1 1`, as beams are. [STATE-ROWS-I1]"""
+    """Every row repeated, the copies next to each other: `0 0 1 1`, as for beam search. [STATE-ROWS-I1]"""
     if type(times) is not int or times < 1:
         raise ConfigError(f"a state is repeated a whole number of times >= 1, got {shorten(times)}")
     _batch(state)
@@ -229,10 +229,10 @@ def repeat(state: Tree, times: int) -> Tree:
 
 
 def stack(states: Iterable[Tree]) -> Tree:
-    """States of one layer or model with their rows one after another, as one batch. [STATE-ROWS-I1]
+    """States of one layer or model, concatenated along the batch. [STATE-ROWS-I1]
 
     Raises:
-        ShapeError: states that differ in more than their rows.
+        ShapeError: states that differ in more than their number of rows.
     """
     trees = list(states)
     if not trees:
@@ -262,8 +262,8 @@ def stack(states: Iterable[Tree]) -> Tree:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of a model's config, where it has one, and of its parameters and buffers, as 64 hexadecimal digits: who
-    has it has the model that a state is of. [STATE-MODEL-D1]"""
+    """SHA-256 of a model's config, if it has one, and of its parameters and buffers, as 64 hexadecimal digits: it
+    identifies the model that a state belongs to. [STATE-MODEL-D1]"""
     digest = sha256(repr(getattr(model, "config", None)).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -273,13 +273,13 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def save(state: Any, path: Path | str, model: str | None = None) -> None:
-    """Writes a state to one safetensors file, atomically: tensors by their place, their order as JSON in its header.
+    """Writes a state to one safetensors file, atomically: tensors by their path, the tree as JSON in the header.
 
-    Tuples, lists, dicts by text, `State`s, tensors and None can be written; gradients are not. [STATE-LOAD-I1] `model`,
-    the `fingerprint` of the one it is of, is written beside them. [STATE-MODEL-D1]
+    Tuples, lists, dicts with text keys, `State`s, tensors and None can be written; gradients are not. [STATE-LOAD-I1]
+    `model`, the `fingerprint` of the model that it belongs to, is written to the header. [STATE-MODEL-D1]
 
     Raises:
-        CheckpointError: what is no state, or cannot be written.
+        CheckpointError: anything that is not a state, or a file that cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     tree = _description(state, "state", tensors, None)
@@ -297,8 +297,8 @@ def load(path: Path | str, device: torch.device | str = "cpu", model: str | None
     """The state that `save` wrote, its tensors on a device. Nothing is unpickled. [STATE-LOAD-I1]
 
     Raises:
-        CheckpointError: a file that is missing, damaged or of something else; where `model` is given, of another model
-            or of one that it does not say. [STATE-MODEL-D1]
+        CheckpointError: a file that is missing, damaged or not a state; with `model`, a `fingerprint`, a state of
+            another model or one whose file names none. [STATE-MODEL-D1]
     """
     try:
         with safe_open(path, "pt") as file:
@@ -318,11 +318,11 @@ def load(path: Path | str, device: torch.device | str = "cpu", model: str | None
 
 
 _Dtype = torch.dtype | Literal["floating point"] | None
-"""Dtype of the tensors of a field; None: any but complex numbers."""
+"""Dtype of the tensors of a field; None: any real dtype."""
 
 
 def _description(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype) -> Any:
-    """A state as JSON, whose tensors go into a mapping; clones, since safetensors takes none that share memory."""
+    """A state as JSON. Its tensors are put into `tensors`, as clones: safetensors refuses tensors that share memory."""
     if tree is None:
         return None
     if isinstance(tree, Tensor):
@@ -346,7 +346,7 @@ def _description(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtyp
 
 
 def _state_of(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
-    """The state of a JSON description; ValueError, KeyError, TypeError or AttributeError where it is none."""
+    """The state of a JSON description; an invalid one raises ValueError, KeyError, TypeError or AttributeError."""
     if tree is None:
         return None
     if "tensor" in tree:
@@ -374,7 +374,7 @@ def _dtype_of(kind: type[State], field: str) -> _Dtype:
 
 
 def _misfit(tensor: Tensor, wanted: _Dtype) -> str | None:
-    """Reason why a tensor cannot stand where others are wanted."""
+    """Reason why a tensor's dtype is not the one wanted; None if it is."""
     fits = tensor.is_floating_point() if wanted == "floating point" else wanted in (None, tensor.dtype)
     if fits and not tensor.is_complex():
         return None
@@ -382,13 +382,13 @@ def _misfit(tensor: Tensor, wanted: _Dtype) -> str | None:
 
 
 def leaves(state: Any, root: str = "") -> dict[str, Tensor]:
-    """Tensors of a state by their place below `root`."""
+    """Tensors of a state by their path, which begins with `root`."""
     pairs: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(state)[0]
     return {root + pytree.keystr(path): leaf for path, leaf in pairs if isinstance(leaf, Tensor)}
 
 
 def _batch(state: Any) -> int:
-    """Rows of a state; refuses one whose tensors are not by rows."""
+    """Number of rows of a state; refuses one without tensors `[B, ...]`, or whose tensors differ in B."""
     by_rows = [(path, leaf) for path, leaf in leaves(state, "state").items() if leaf.dim()]
     if not by_rows:
         raise ShapeError(f"a state is a pytree of tensors [B, ...], got {shorten(state)}")
@@ -400,5 +400,11 @@ def _batch(state: Any) -> int:
 
 
 def each_row(state: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
-    """The state with its tensors by rows changed; numbers that belong to all rows stay."""
+    """The state with `change` applied to its tensors `[B, ...]`; scalars that apply to all rows stay."""
     return pytree.tree_map_only(Tensor, lambda item: change(item) if item.dim() else item, state)
+
+
+def with_tensors(leaves: list[Any], spec: Any, tensors: Iterable[Tensor]) -> Any:
+    """The flattened pytree with other tensors in place of its own, in order."""
+    replacements = iter(tensors)
+    return pytree.tree_unflatten([next(replacements) if isinstance(item, Tensor) else item for item in leaves], spec)

@@ -1,7 +1,7 @@
-"""Output to a terminal: texts that it may show, streams that take no more, and every failure as one message.
+"""Output to a terminal: text that is safe to show, streams that fail, and every failure as one message.
 
-Standard output may be closed, full, or a pipe that nobody reads any longer: that is an `OutputError`, which ends a
-command that only prints and is a warning behind work that is done. What standard error cannot take is lost.
+Standard output may be closed, full, or a pipe whose reader has ended: that is an `OutputError`, which ends a command
+that only prints, and is a mere warning after work that is done. Output that standard error cannot take is lost.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hecate.errors import MESSAGE, HecateError, NonFiniteError, printable, short
 from hecate.files import cure
 
 DEBUG = "HECATE_DEBUG"
-"""The variable of the environment that asks for tracebacks."""
+"""Environment variable that asks for tracebacks."""
 FAILED, REFUSED, UNREAD = 1, 2, 128 + signal.SIGPIPE
-"""Exit codes: the run itself failed, what was given cannot be used, nobody reads the output."""
+"""Exit codes: the run itself failed, its input cannot be used, nobody reads the output."""
 
 
 class OutputError(HecateError):
-    """Standard output that takes no more; `unread` where the program that read it has ended."""
+    """A failure to write to standard output; `unread` if the program that read it has ended."""
 
     def __init__(self, message: str = "", *, unread: bool = False) -> None:
         super().__init__(message)
@@ -34,19 +34,19 @@ class OutputError(HecateError):
 
 
 class StandardError:
-    """Standard error as it is now, as a file; what it cannot take is lost, for there is nowhere to say so."""
+    """Standard error, as it is at the moment, as a file; failures to write are ignored: they cannot be reported."""
 
     def __init__(self) -> None:
-        self._stream = sys.stderr  # a live display puts itself in its place
+        self._stream = sys.stderr  # a live display replaces sys.stderr
 
     def write(self, text: str) -> int:
-        """Writes a text if that is possible."""
-        with suppress(AttributeError, OSError, ValueError):  # none, full, closed
+        """Writes a text if possible."""
+        with suppress(AttributeError, OSError, ValueError):  # no stream, a full one, a closed one
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is waiting if that is possible."""
+        """Flushes the stream if possible."""
         with suppress(AttributeError, OSError, ValueError):
             self._stream.flush()
 
@@ -66,7 +66,7 @@ def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
 
 
 def write(text: str, *, err: bool = False) -> None:
-    """Prints a text as it is, at once. Raises OutputError."""
+    """Prints a text unchanged, and flushes. Raises OutputError."""
     if err:
         StandardError().write(text)
         StandardError().flush()
@@ -82,14 +82,14 @@ def write(text: str, *, err: bool = False) -> None:
 
 
 def _abandon(stream: Any) -> None:
-    """Lets what waits to be written vanish: Python would try again as it ends, and fail."""
+    """Points a stream at the null device: at exit Python would try to flush it again, and fail."""
     with suppress(AttributeError, OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 @contextmanager
 def afterwards() -> Iterator[None]:
-    """Around what is told of work that is done: where it cannot be printed, that is no failure."""
+    """Around output about work that is done: a failure to print it is only a warning."""
     try:
         yield
     except OutputError as error:
@@ -98,21 +98,21 @@ def afterwards() -> Iterator[None]:
 
 
 def prepare() -> None:
-    """Readies the streams of a process: closed ones lead nowhere, lest a file of ours becomes one of them, and what
-    their encoding lacks is escaped."""
+    """Prepares the standard streams of a process: closed ones are opened on the null device, so that no file opened
+    later becomes one of them; characters that their encoding lacks are escaped."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def quiet_interrupts() -> None:
-    """From here on Ctrl-C never prints a traceback: not while modules are loaded, another Ctrl-C is told of, or Python
-    ends. The process still ends by its signal."""
+    """Suppresses the traceback of Ctrl-C from here on: while modules are imported, while an earlier Ctrl-C is handled,
+    and while Python exits. The process still ends by the signal."""
     on_error, on_ignored = sys.excepthook, sys.unraisablehook
 
     def of_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -127,7 +127,7 @@ def quiet_interrupts() -> None:
 
 
 def finish() -> None:
-    """Empties the streams as a process ends, or drops what they cannot take: Python would exit with 120."""
+    """Flushes the streams at the end of a process, and abandons those that fail: Python would exit with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -137,7 +137,7 @@ def finish() -> None:
 
 
 def report(error: BaseException) -> int:
-    """Tells a failure in one message on standard error; the exit code."""
+    """Prints a failure as one message on standard error; returns the exit code."""
     unread = isinstance(error, OutputError) and error.unread
     if unread or (isinstance(error, OSError) and error.errno == errno.EPIPE and error.filename is None):
         _abandon(sys.stdout)
@@ -150,7 +150,7 @@ def report(error: BaseException) -> int:
 
 
 def message_of(error: BaseException) -> str:
-    """A failure as a message."""
+    """The message for a failure, with a remedy where one is known."""
     said = "; ".join([str(error), *getattr(error, "__notes__", ())])
     kind, text = type(error).__name__, printable(" ".join(said.split()), MESSAGE // 4)
     if isinstance(error, HecateError):

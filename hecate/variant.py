@@ -1,9 +1,9 @@
 """Configuration values and the open discriminated union.
 
-A *family* (feature maps, biases, ...) is an abstract `Variant`; each concrete subclass is a variant, told apart by the
-text of its `kind` field. Subclassing registers. The family class itself is the type to annotate a field with: such a
-field accepts an instance, a mapping with a `kind`, or a bare string. A family's package imports its own files
-(`import_variants`), so that a variant of the library is one new file, too.
+A *family* (feature maps, biases, ...) is an abstract `Variant`; each concrete subclass is a variant, identified by the
+text of its `kind` field. Subclassing registers it. A field annotated with the family class accepts an instance, a
+mapping with a `kind`, or the kind alone as a string. A family's package imports all of its files (`import_variants`),
+so that adding a variant to the library takes one new file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Class = TypeVar("Class", bound=type)
 Schema = dict[str, Any]
 Conflicts = Iterator[tuple[tuple[str | int, ...], str]]
 FAMILY = "x-hecate-family"
-"""Marks where a schema refers to a family."""
+"""Key of a placeholder for a family in a JSON schema."""
 
 
 class FrozenDict(dict[Key, Value]):
@@ -72,17 +72,17 @@ class FrozenDict(dict[Key, Value]):
 
 
 def content_hash(value: Any) -> int:
-    """A hash by which equal values are equal in every process: Python salts those of texts."""
+    """A hash that is the same in every process; Python salts its hashes of strings."""
     if isinstance(value, str):
         digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "big")
     if isinstance(value, tuple):
         return hash(tuple(map(content_hash, value)))
-    return 0x6E6F6E65 if value is None else hash(value)  # None: by its address, in Python 3.11
+    return 0x6E6F6E65 if value is None else hash(value)  # Python 3.11 hashes None by its address
 
 
 def briefly(value: Any) -> Any:
-    """A field's value as `Config.brief` has it: a variant with defaults alone by its kind."""
+    """A field's value in the form of `Config.brief`: a variant with default settings becomes its kind."""
     if isinstance(value, Variant):
         fields = value.brief()
         return {"kind": value.kind, **fields} if fields else value.kind
@@ -94,7 +94,7 @@ def briefly(value: Any) -> Any:
 
 
 def _as_tuple(annotation: Any, value: Any) -> Any:
-    """Lists become tuples where a field holds tuples: YAML and JSON cannot write tuples."""
+    """A value whose lists become tuples where the field holds tuples: YAML and JSON have no tuples."""
     if get_origin(annotation) is Annotated or type(None) in get_args(annotation):
         options = [item for item in get_args(annotation) if item is not type(None)]
         return _as_tuple(options[0], value)
@@ -113,12 +113,12 @@ def _as_tuple(annotation: Any, value: Any) -> Any:
 
 
 MAX_DEPTH = 128
-"""Maximum nesting depth of the values of a file: what reads and writes them is recursive."""
+"""Maximum nesting depth of the values of a file, which are read and written recursively."""
 
 
 def read_json(text: str | bytes | bytearray, *, strict: bool = False) -> Any:
-    """The value of a JSON text whose objects have no key twice. `strict`, for files that anybody may have written: it
-    has neither NaN nor infinity, no integer of more than 64 bits, and is nested at most `MAX_DEPTH` deep."""
+    """The value of a JSON text; refuses duplicate keys. `strict`, for files from untrusted sources, also refuses NaN,
+    infinity, integers of more than 64 bits and nesting deeper than `MAX_DEPTH`."""
     try:
         value = json.loads(text, object_pairs_hook=_mapping_of, parse_constant=int if strict else None)
     except ConfigError:
@@ -149,14 +149,14 @@ def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _naming_hint(cls: Any, argument: Any) -> str:
-    """Hint of what to write where a value was given without a field's name."""
+    """Hint on what to write instead of a positional argument."""
     if isinstance(argument, str | Mapping):
         return f"; {cls.__name__}.model_validate reads a name or a mapping"
     fields = [name for name in cls.model_fields if name != "kind"]
     return f"; write {fields[0]}=..." if fields else "; it has no fields"
 
 
-# Without `Field` among its field specifiers: of those, checkers know a default by its keyword alone.
+# `Field` is not among the field specifiers: type checkers recognise the default of a specifier by keyword only.
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class _ConfigMeta(ModelMetaclass):
     """Turns pydantic's `ValidationError` into `ConfigError` at construction.
@@ -164,7 +164,7 @@ class _ConfigMeta(ModelMetaclass):
     Overriding `__init__` instead would make pydantic call it for nested values and lose paths.
     """
 
-    if not TYPE_CHECKING:  # who would see a constructor of anything instead of the fields
+    if not TYPE_CHECKING:  # type checkers would see this signature instead of the fields
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             if args and (fields or len(args) > 1 or not (issubclass(cls, Variant) and cls.is_family())):
@@ -178,13 +178,13 @@ class _ConfigMeta(ModelMetaclass):
 
 
 MAX_NESTING = 16
-"""Most variants inside one another; those that hold several, like `compose`, hold any number."""
+"""Maximum nesting depth of variants; a variant that holds a list of others, like `compose`, may hold any number."""
 _nesting: ContextVar[int] = ContextVar("nesting", default=0)
 
 
 @contextmanager
 def _validating(cls: type[Any]) -> Iterator[None]:
-    """pydantic's findings become a `ConfigError`; a variant too deep inside others is one, too."""
+    """Context that turns pydantic's errors into a `ConfigError`, and refuses variants nested too deeply."""
     variant = issubclass(cls, Variant) and not cls.is_family()
     depth = _nesting.get() + variant
     if depth > MAX_NESTING:
@@ -206,7 +206,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     Copies are validated as well: `model_copy(update=...)` and instances nested in other configs."""
 
-    # What `validated` returns, None for the object itself, and the hash; never copied.
+    # Caches of `validated` (None stands for the object itself) and of the hash; never copied.
     __slots__ = ("_checked", "_hash")
     model_config = ConfigDict(
         extra="forbid",
@@ -218,9 +218,9 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     )
 
     follows: ClassVar[tuple[str, ...]] = ()
-    """Fields that others decide where they are left out."""
+    """Fields whose values, if left out, follow from other fields."""
     retired: ClassVar[Mapping[str, str]] = {}
-    """Fields of earlier versions, and why none is needed: files that have them still load, with a warning."""
+    """Fields of earlier versions, and why they are not needed: files that have them still load, with a warning."""
 
     @model_validator(mode="before")
     @classmethod
@@ -240,7 +240,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     @classmethod
     def _hint(cls, key: str, known: list[str]) -> str:
-        """Suggestion for an unknown field: one of the known ones, or a field of one of them."""
+        """Suggestion for an unknown field: a known field, or the known field that has it as a field of its own."""
         return meant(key, known) or did_you_mean(key, known, 0.7) or cls._holder_of(key) or did_you_mean(key, known)
 
     @classmethod
@@ -260,10 +260,11 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return ""
 
     def settle(self) -> None:
-        """Fills in what `follows` names and was left out, ahead of `conflicts`."""
+        """Fills in the fields of `follows` that were left out; runs before `conflicts`."""
 
     def conflicts(self) -> Conflicts:
-        """Settings that cannot go together, each with the path of the field to change; the first is a `ConfigError`."""
+        """Conflicts between settings: for each the path of the field to change, and a sentence; the first is raised as
+        a `ConfigError`."""
         yield from ()
 
     @model_validator(mode="after")
@@ -289,7 +290,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         names = (self.model_fields_set | set(update or ())) & type(self).model_fields.keys()
         return type(self).model_validate({name: getattr(self, name) for name in names} | dict(update or {}))
 
-    if not TYPE_CHECKING:  # with it checkers would let any attribute be set
+    if not TYPE_CHECKING:  # otherwise type checkers would allow setting any attribute
 
         def __setattr__(self, name: str, value: Any) -> None:
             try:
@@ -300,7 +301,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
                 ) from None
 
     def brief(self) -> dict[str, Any]:
-        """The fields that are not at their default, as plain values: what a mapping needs to be read as this."""
+        """The fields that are not at their default, as plain values: a mapping that is read as the same config."""
         changes = {}
         for name, field in type(self).model_fields.items():
             value = vars(self).get(name)
@@ -315,8 +316,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     __str__ = __repr__
 
-    # What `model_post_init` builds beforehand, because torch.compile cannot trace the building of a model, is in no
-    # field; every copy has it, too.
+    # `model_post_init` builds attributes in advance, because torch.compile cannot trace the construction of a model.
+    # They are not fields, so that every copy has to build them again.
     def __setstate__(self, state: dict[Any, Any]) -> None:
         super().__setstate__(state)
         self.model_post_init(None)
@@ -328,12 +329,12 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     @classmethod
     def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
-        """JSON schema; every family field becomes a `oneOf` over the kinds known at this moment."""
+        """JSON schema in which every field of a family is a `oneOf` over the kinds registered so far."""
         return resolve_families(super().model_json_schema(*args, **options))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
-        """As pydantic's, with what docstrings say of each property."""
+        """pydantic's schema, with a description of each property from docstrings."""
         schema = handler(core)
         for name, entry in handler.resolve_ref_schema(schema).get("properties", {}).items():
             entry.setdefault("description", about_field(cls, name))
@@ -349,7 +350,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return digest
 
     def validated(self) -> Self:
-        """The same value, checked once per object: closes the hole of `model_construct`."""
+        """The same value, validated once per object, as `model_construct` skips validation."""
         checked: Self | None = getattr(self, "_checked", self)
         if checked is self:
             checked = type(self).model_validate(self)
@@ -365,8 +366,8 @@ _CITED = re.compile(r"\s*\[[A-Z]+-[^\]]*\]")
 
 
 def about_field(cls: type[Any], name: str) -> str:
-    """Description of a field from docstrings: its entry in a section, there or where that says `as in`; else that of
-    its family, the sentences that name it, or the formula that it is a part of."""
+    """Description of a field from the docstrings of its class and bases: its entry in a section (`as in X` refers to
+    X's entry); else the description of its family, the first two sentences that name it, or the first paragraph."""
     bases = (base for base in cls.__mro__ if base.__module__ not in ("builtins", "pydantic.main", __name__))
     docs = [inspect.cleandoc(vars(base).get("__doc__") or "") for base in bases]
     blocks = [" ".join(_CITED.sub("", block).split()) for doc in docs for block in _BLOCK.split(doc)]
@@ -388,8 +389,8 @@ class Variant(Config):
 
     A family is declared with `class Bias(Variant, family="bias")`, a variant by subclassing the family with a `kind:
     Literal["huber"] = "huber"` field. Of the family's methods, `_derivatives` are those that fall back to `torch.func`,
-    `_formulas` those of which a variant's `kernel` speaks, and `_follows` says which follow from which formulas: a
-    subclass that redefines a formula alone gets the family's own of what followed from the old one.
+    `_formulas` those that a variant's `kernel` describes, and `_follows` maps methods to the formulas that they follow
+    from: a subclass that redefines such a formula without them gets the family's versions of these methods.
     """
 
     kind: str
@@ -397,8 +398,8 @@ class Variant(Config):
     _derivatives: ClassVar[tuple[str, ...]] = ()
     _formulas: ClassVar[tuple[str, ...]] = ()
     _follows: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
-    _declares: ClassVar[bool] = False  # whether its `kernel` speaks of its formulas
-    _derived: ClassVar[bool] = True  # whether all of `_derivatives` are its own
+    _declares: ClassVar[bool] = False  # whether its `kernel` still describes its formulas
+    _derived: ClassVar[bool] = True  # whether it defines all of `_derivatives`
     _family: ClassVar[str] = ""
     _family_type: ClassVar[type[Variant]]
     _registry: ClassVar[dict[str, type[Variant]]] = {}
@@ -407,7 +408,7 @@ class Variant(Config):
         super().__init_subclass__(**options)
         if family:
             cls._family, cls._family_type, cls._registry = family, cls, {}
-        for name, formulas in cls._follows.items():  # in the order of the mapping: one may follow from another
+        for name, formulas in cls._follows.items():  # in this order, as one may follow from another
             namespace = vars(cls)
             if name not in namespace and not namespace.keys().isdisjoint(formulas):
                 setattr(cls, name, cls._of_family(name))
@@ -436,7 +437,7 @@ class Variant(Config):
 
     @classmethod
     def variants(cls) -> dict[str, type[Self]]:
-        """Every registered variant below this class by kind, those defined by the user included."""
+        """Every registered variant below this class, by kind, including the user's."""
         return {kind: item for kind, item in sorted(cls._registry.items()) if issubclass(item, cls)}
 
     @classmethod
@@ -446,7 +447,7 @@ class Variant(Config):
 
     @classmethod
     def _of_family(cls, name: str) -> Any:
-        """A method or property as the family, or the helper that adds it, defines it for all."""
+        """A method or property as defined for all variants, by the family or by the helper class that adds it."""
         return next(vars(base)[name] for base in reversed(cls.__mro__) if name in vars(base))
 
     @classmethod
@@ -455,13 +456,13 @@ class Variant(Config):
         return cls._derived
 
     def kernel_form(self) -> Any:
-        """The form in which kernels compute the formulas, which a variant declares as `kernel`; None leaves it to
-        torch, as where a class below the one that declares it redefines them."""
+        """The form in which kernels compute the formulas, declared by a variant as `kernel`; None leaves them to torch,
+        as when a subclass of the declaring class redefines a formula."""
         return self.kernel if self._declares else None  # type: ignore[attr-defined]
 
     def token_form(self) -> Any:
-        """The form for kernels that go token by token, where nothing has to be linear nor coordinates apart, which a
-        variant declares as `token`; else its `kernel_form`."""
+        """The form for kernels that go token by token, where formulas need be neither linear nor coordinatewise,
+        declared by a variant as `token`; else its `kernel_form`."""
         if still_declared(self, "token", self._formulas):
             return self.token  # type: ignore[attr-defined]
         return self.kernel_form()
@@ -508,10 +509,10 @@ class Variant(Config):
 
 
 def resolve_families(schema: Schema) -> Schema:
-    """Replaces family placeholders by references, and adds what they refer to: the union of a family and the schema of
-    each of its kinds.
+    """A schema with family placeholders replaced by references, and with the definitions that they refer to: the union
+    of each family, and the schema of each of its kinds.
 
-    pydantic cannot do this itself: a family is open, so its union is not known when a class is built, and it is
+    pydantic cannot do this: the members of a family are not yet known when a class is built, and the union is
     recursive, because combinators hold members of their own family.
     """
     definitions: Schema = schema.pop("$defs", {})
@@ -537,7 +538,7 @@ def resolve_families(schema: Schema) -> Schema:
         for kind, variant in known.items():
             inner = super(Config, variant).model_json_schema()
             definitions.update(inner.pop("$defs", {}))
-            # As a member of the union a variant is told apart by its kind, which has to be there.
+            # In the union a variant is recognised by its kind, which is therefore required.
             inner["required"] = sorted({"kind", *inner.get("required", [])})
             definitions[f"{family}.{kind}"] = visit(inner)
 
@@ -548,10 +549,10 @@ def resolve_families(schema: Schema) -> Schema:
 
 
 def still_declared(value: object, trait: str, formulas: tuple[str, ...]) -> bool:
-    """True if no class below the one that declares a trait, of a class or of its instance, redefines one of these
-    formulas.
+    """True if a class, or that of an instance, declares a trait and no subclass of the declaring one redefines one of
+    these formulas.
 
-    A subclass that changes the maths inherits the words about the old: they no longer hold.
+    A subclass that changes a formula inherits the declaration about the old one, which no longer holds.
     """
     for cls in (value if isinstance(value, type) else type(value)).__mro__:
         if trait in vars(cls):
@@ -563,15 +564,15 @@ def still_declared(value: object, trait: str, formulas: tuple[str, ...]) -> bool
 
 def equation(cls: type) -> str:
     """The equations of a variant in LaTeX, one a line, each between dollars: the section `Formula:` of its docstring,
-    in the letters of `docs/pages/notation.md`. Empty where its own docstring has none: a class below another may
-    compute something else."""
+    in the notation of `docs/pages/notation.md`. Empty if its own docstring has none: it is not inherited, since a
+    subclass may compute something else."""
     lines = inspect.cleandoc(cls.__doc__ or "").split("\n")
     start = next((i for i, line in enumerate(lines) if line.startswith("Formula: ")), len(lines))
     return "\n".join(_EQUATION.findall(" ".join(takewhile(str.strip, lines[start:]))))
 
 
 def delegating(field: str, *names: str) -> Callable[[Class], Class]:
-    """Class decorator: these properties and methods of a variant are those of the variant in a field."""
+    """Class decorator that delegates these properties and methods of a variant to the variant in a field."""
 
     def of_field(name: str) -> property:
         return property(lambda self: getattr(getattr(self, field), name))
@@ -585,9 +586,9 @@ def delegating(field: str, *names: str) -> Callable[[Class], Class]:
 
 
 def import_variants(package: str, *families: type[Variant]) -> list[str]:
-    """Imports every file of a package and makes the variants found there its names, which are returned.
+    """Imports every file of a package and adds the variants defined there to the package's names; returns these.
 
-    A variant of the library is one new file and needs no other edit; `__init__.pyi` tells the names to type checkers.
+    Adding a variant takes one new file and no other edit, except for type checkers, which read `__init__.pyi`.
     """
     home = vars(sys.modules[package])
     for item in pkgutil.iter_modules(home["__path__"], f"{package}."):

@@ -239,7 +239,7 @@ def test_messages():
         (lambda: Square(side=0), "side: must be >= 1, got 0"),
         (lambda: Square(side=101), "side: must be <= 100, got 101"),
         (lambda: Union(), "parts: is required"),
-        (lambda: Union(parts=[]), "parts: tuple should have at least 1 item"),
+        (lambda: Union(parts=[]), "parts: must be a list of 1 or more, got ()"),
         (lambda: Round(kind="square"), "kind: must be 'round', got 'square'"),
         (lambda: Album(drawings=3), "drawings: must be a list, got 3 (int)"),
     ):

@@ -18,11 +18,12 @@ State = tuple[Tensor, ...]  # weights, slots or context of memories, in their or
 
 
 class AlgorithmForm(NamedTuple):
-    """Direction D that kernels and parallel forms take from the token's own gradient G: D = -lr G, or with `momentum`
-    S' = momentum S - lr G and D = S', or with `nesterov` too D = momentum S' - lr G.
+    """Direction D that kernels and parallel forms compute from the token's own gradient G: D = -lr G, or with
+    `momentum` S' = momentum S - lr G and D = S', or with `nesterov` too D = momentum S' - lr G.
 
-    As `token`, for a matrix alone: with `erase` e also S' = S (momentum - c G^T G) - lr G, c = e / (1 + e |G|^2), or 1
-    where not `bounded`; with `ridge` G is that of the recursive least squares of RLS, of a `discount`. [ENG-NUM-D8]
+    As the attribute `token`, for a matrix only: with `erase` e also S' = S (momentum - c G^T G) - lr G, c = e / (1 + e
+    |G|^2), or 1 unless `bounded`; with `ridge` G is that of recursive least squares, as in `RLS`, with a `discount`.
+    [ENG-NUM-D8]
     """
 
     momentum: bool = False
@@ -39,11 +40,11 @@ class AlgorithmForm(NamedTuple):
 
 
 class GramForm(NamedTuple):
-    """Direction of a matrix memory in block engines where a function of the momentum's Gram matrix mixes its rows: S' =
+    """Direction of a matrix memory in block engines, if a function of the momentum's Gram matrix mixes its rows: S' =
     momentum S + G, D = -lr Q S' with Q = gain(S' S'^T).
 
     Fields:
-        gain: from the weight's shape `(V, P)` the block (gram `[N, V, V]`) -> Q `[N, V, V]`.
+        gain: (weight's shape `(V, P)`) -> the block (gram `[N, V, V]`) -> Q `[N, V, V]`.
     """
 
     gain: Callable[[tuple[int, ...]], Block]
@@ -51,8 +52,8 @@ class GramForm(NamedTuple):
 
 class WindowForm(NamedTuple):
     """Gradient of a window in block engines: G = sum_a weights[a] grad ell(M; phi_(t-a), v_(t-a)) over the last tokens
-    since the start or the last reset, a step of `inner` along it; the keys, values and marks of as many tokens are the
-    context, where `remembers`."""
+    since the start or the last reset, and a step of `inner` along it. If `remembers`, the context consists of the keys,
+    values and marks of as many tokens."""
 
     weights: tuple[float, ...]
     inner: Algorithm
@@ -60,8 +61,8 @@ class WindowForm(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One token's inputs to a write: phi_k `[N, P]`, v `[N, V]` and the lr gate `[N]`; phi_w `[N, P]` in place of phi_k
-    as the error is written, None where that is phi_k too."""
+    """One token's inputs to a write: phi_k `[N, P]`, v `[N, V]` and the lr gate `[N]`; phi_w `[N, P]` is the key along
+    which the error is written, None if that is phi_k."""
 
     phi_k: Tensor
     v: Tensor
@@ -70,11 +71,11 @@ class Token(NamedTuple):
 
 
 class InnerLoss(NamedTuple):
-    """The inner loss at one state of the memory, as an algorithm may ask for it. [RULE-LOSS-D1]
+    """The inner loss at one state of the memory, for an algorithm to evaluate. [RULE-LOSS-D1]
 
     Fields:
         curvature: the bias' bound of its Hessian's eigenvalues.
-        diagonal: whether every weight meets one coordinate of phi alone.
+        diagonal: whether every weight acts on one coordinate of phi alone.
         gradient: (phi_k, v) -> its gradient by the weights for one key and value per memory.
         error: (phi_k, v) -> its gradient by the prediction, `[N, V]`.
         pullback: (phi_k, u) -> the weights' cotangents from that of a prediction.
@@ -92,10 +93,10 @@ class InnerLoss(NamedTuple):
 class Algorithm(Variant, family="algorithm"):
     """The direction D (sign included) from a gradient G, for one weight tensor at a time.
 
-    State beside the weights lives in `slots`: one tensor for each name, of the weight's shape unless `slot_shapes` says
-    otherwise, zero at the start. A variant gives `direction` and `direction_vjp`; the latter falls back to
-    `torch.func`. One that wants more than the token's own gradient also gives `gradient`, and what it has to remember
-    for that in `context_shapes`, once per memory and zero at the start. `kernel_form` is an `AlgorithmForm`.
+    State besides the weights is in `slots`: one tensor for each name, of the weight's shape unless `slot_shapes` says
+    otherwise, zero at the start. A variant defines `direction` and `direction_vjp`; the latter falls back to
+    `torch.func`. One that needs more than the token's own gradient also defines `gradient`, and in `context_shapes` the
+    tensors that it remembers for that, once per memory and zero at the start. `kernel_form` is an `AlgorithmForm`.
 
     Shapes: G, D and slots `[N, ...]`; lr and momentum `[N]`.
     """
@@ -119,12 +120,12 @@ class Algorithm(Variant, family="algorithm"):
 
     @property
     def default_momentum(self) -> float:
-        """The momentum gate used when none is given: the field `momentum` where there is one."""
+        """The momentum gate used when none is given: the field `momentum` if there is one, else 0."""
         return vars(self).get("momentum", 0.0)
 
     @property
     def dampens(self) -> bool:
-        """True if lr is multiplied by (1 - momentum) token by token, ahead of everything else."""
+        """True if lr is multiplied by (1 - momentum) token by token, before anything else."""
         return False
 
     @property
@@ -134,17 +135,17 @@ class Algorithm(Variant, family="algorithm"):
 
     @property
     def stable_step(self) -> float:
-        """Largest lr times curvature at which writes of one item, again and again, do not grow."""
+        """Largest lr times curvature at which repeated writes of one item do not grow."""
         return 2.0
 
     @property
     def returning_step(self) -> float:
-        """Largest lr times curvature at which writes of an item that returns do not grow, however many others, which
-        know nothing of it, come in between."""
+        """Largest lr times curvature at which writes of an item that returns do not grow, however many unrelated items
+        come in between."""
         return self.stable_step
 
     def limits(self, limit: float | None = None) -> str:
-        """`stable_step`, or the limit in its place, and where it is smaller `returning_step`, with what they are of."""
+        """`stable_step` in words, or `limit` in its place, and `returning_step` if that is smaller."""
         limit = self.stable_step if limit is None else limit
         words = f"{limit:g} where one key is written again and again"
         if self.returning_step < limit:
@@ -156,11 +157,11 @@ class Algorithm(Variant, family="algorithm"):
         return None
 
     def slot_shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the slots beside one weight, in the order of `slots`; by default its own."""
+        """Shapes of the slots of one weight, in the order of `slots`; by default the weight's shape."""
         return dict.fromkeys(self.slots, weight)
 
     def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of what `gradient` remembers of one memory's past, by name."""
+        """Shapes of the tensors that `gradient` remembers for one memory, by name."""
         return {}
 
     def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
@@ -181,13 +182,13 @@ class Algorithm(Variant, family="algorithm"):
         return cls.gradient is Algorithm.gradient
 
     def window_form(self) -> WindowForm | None:
-        """The tokens whose gradients it takes, where these are the last ones at the present memory; else None."""
+        """Form of a gradient that sums those of the last tokens, all at the present memory; None if it is another."""
         return WindowForm((1.0,), self, remembers=False) if self.takes_any_gradient() else None
 
     def factored_form(self) -> Block | None:
         """The direction from the gradient u p^T of a matrix memory, which is not built, as a product of narrow factors:
         (u `[N, V]`, p `[N, P]`, lr, momentum, *slots) -> (left `[N, V, r]`, right `[N, P, r]`, *slots) with D = left
-        right^T; None where the whole gradient is needed."""
+        right^T; None if it needs the whole gradient."""
         return None
 
     def gram_form(self) -> GramForm | None:
@@ -213,7 +214,7 @@ class Algorithm(Variant, family="algorithm"):
 
 
 class Carrying(Algorithm):
-    """Helper for algorithms that carry past gradients over, faded by the momentum gate."""
+    """Helper for algorithms that carry past gradients over, decayed by the momentum gate."""
 
     momentum: float = Field(0.9, ge=0, lt=1)
     slots: ClassVar[tuple[str, ...]] = ("momentum",)

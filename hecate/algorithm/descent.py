@@ -1,5 +1,5 @@
 """Steps along a gradient: the token's own, plain, with momentum, scaled by coordinate or regularised; or one that the
-algorithm makes, by solving for a linear memory or of a window of tokens."""
+algorithm computes, by solving for a linear memory or from a window of tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Momentum(Carrying):
     nesterov: d = momentum g_D + g_S', g_G -= lr g_D, g_lr -= <G, g_D>, g_momentum += <S', g_D>.
     Traits: one slot; one key, written again and again, contracts while lr |phi|^2 curvature < 2 (1 + momentum), with
     nesterov that over 1 + 2 momentum; one that returns among others, which S moves by lr / (1 - momentum) meanwhile,
-    only below 2 (1 - momentum). With dampening both are 2, of the lr that is given.
+    only below 2 (1 - momentum). With dampening both are 2, for lr before dampening.
     Cost: one multiply-add and one more tensor of state per weight.
     References: Titans (Behrouz et al., 2025, arXiv 2501.00663). [ALG-MOM-D1, ALG-NEST-D1]
     """
@@ -176,7 +176,7 @@ class Adaptive(Carrying):
         keep = over(momentum, grad)
         carried = keep * mean + (1 - keep) * grad
         square = self.decay * square + (1 - self.decay) * grad.square()
-        # A root that counts as 0 there gives no slope, and its product with S' is 0 as before.
+        # Where both are 0 the inverse root is set to 0, for a slope of 0; its product with S' is 0 either way.
         moved = (square != 0) | (carried != 0)
         return carried, square, torch.where(moved, (square + self.eps**2).rsqrt(), 0.0)
 
@@ -232,7 +232,7 @@ class FTRL(Algorithm):
         return (total.abs() > self.l1).to(total.dtype) / (1 + self.l2)
 
 
-# Gradients of the algorithm's own.
+# Gradients that the algorithm itself computes.
 
 
 class Implicit(Descent):
@@ -377,7 +377,7 @@ class Omega(Algorithm):
     Shapes: context `keys` `[N, window, P]`, `values` `[N, window, V]`, `filled` `[N, window]` (0 where no token has
     been), oldest first.
     VJP: that of each token's gradient; the window passes cotangents on to the tokens it holds,
-    and none to `filled`, which is a mark and no quantity.
+    and none to `filled`, which only marks tokens.
     Traits: those of `inner`, whose stability bound is divided by the sum of weights.
     Cost: window times the gradient of one token, and window (P + V) more state.
     References: ATLAS (Behrouz et al., 2025, arXiv 2505.23735). [ALG-OMEGA-D1]

@@ -32,13 +32,13 @@ POLYNOMIALS: dict[str, tuple[Coefficients, ...]] = {
 
 
 def polynomials(name: str, steps: int) -> tuple[Coefficients, ...]:
-    """The coefficients of each of so many steps: one polynomial for all, or the first of a schedule."""
+    """Coefficients of each step: one polynomial for all steps, or the first `steps` of a schedule."""
     schedule = POLYNOMIALS[name]
     return schedule * steps if len(schedule) == 1 else schedule[:steps]
 
 
 def too_many_steps(name: str, steps: int) -> str | None:
-    """Reason why a schedule has no polynomial for a step, if it has none."""
+    """Reason why a schedule does not have so many steps; None if it has."""
     most = len(POLYNOMIALS[name])
     reason = f"polynomial {name!r} is {most} steps, got {steps}; use at most {most}, or 'quintic'"
     return reason if steps > most > 1 else None
@@ -95,7 +95,7 @@ class NewtonSchulz(Carrying):
         return self._direction_vjp(self._direction(*inputs)[1], *cotangents)
 
     def block(self) -> Block:
-        """The iterations are kept for the derivative."""
+        """`direction` as a tape block, which keeps the iterations for the derivative."""
         declared = still_declared(self, "block", self._formulas)
         return Block(f"algorithm.{self.kind}", self._direction, self._direction_vjp) if declared else super().block()
 
@@ -118,9 +118,9 @@ class NewtonSchulz(Carrying):
     def _gain(self, shape: tuple[int, ...]) -> Block:
         """gram = S S^T -> Q with NS(S) = Q S for a weight of this shape. [ALG-NS-I3]
 
-        With A = gram / (tr gram + eps^2) every iteration multiplies X by P = a I + b A + c A^2, hence Q by P, and makes
-        P A P of A. The VJP is the reverse of these products with the transposes of what they were of: A is symmetric up
-        to rounding only, and cotangents that are symmetrised on the way lose three digits in float32.
+        With A = gram / (tr gram + eps^2) every iteration multiplies X by P = a I + b A + c A^2, hence Q by P, and turns
+        A into P A P. The VJP reverses these products, with their factors transposed: A is symmetric only up to
+        rounding, and cotangents that are symmetrised on the way lose three digits in float32.
         """
         steps, rows = self._steps, min(shape)
 
@@ -159,8 +159,8 @@ class NewtonSchulz(Carrying):
         return Block("algorithm.newton_schulz.gain", forward, vjp)
 
     def _orthogonal(self, s: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]], Tensor, Tensor]:
-        """NS(s), X, A and P = a I + b A + c A^2 of every iteration and the last X, matrices, the regularised norm of s,
-        and whether s is not 0."""
+        """NS(s); X, A and P = a I + b A + c A^2 of every iteration and the last X, as matrices; the regularised norm of
+        s; and a mask, True where s is not 0."""
         rows = _rows(s)
         gram = _inner(rows, rows)
         square = _trace(gram)
@@ -177,13 +177,13 @@ class NewtonSchulz(Carrying):
         iterates.append((x,))
         if self.rescale:
             x = x * (length / math.sqrt(min(x.shape[-2:])))
-        # A token that finds S' = 0 would multiply cotangents by a^steps / eps, and the next one again.
+        # At S' = 0 a token would multiply cotangents by a^steps / eps, and the next one again.
         return torch.where(moved, x, 0.0).reshape(s.shape), iterates, length, moved
 
     def _orthogonal_vjp(
         self, known: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, moved: Tensor, g: Tensor
     ) -> Tensor:
-        """Cotangent of s from that of NS(s), added to what is known of it."""
+        """Cotangent of s from that of NS(s), added to the `known` one."""
         g, glength = torch.where(moved, _rows(g), 0.0), torch.zeros_like(length)
         if self.rescale:
             root = math.sqrt(min(g.shape[-2:]))
@@ -289,9 +289,9 @@ class DeepMomentum(Carrying):
     at every write. `objective="descent"` teaches it the step of gradient descent, ell = |m(g) + g|^2 / 2, which past
     gradients shape as far as the network generalises, with c = rate / (1 + rate B), B = |H|_F^2 + |W_2|_F^2 |G|_F^2
     with H = tanh(G W_1^T): B bounds the curvature of ell along the network, so however large G is, the network never
-    steps past what it is taught. `"paper"` is the printed ell = <m(g), 1>, whose direction does not depend on the sign
-    of g, with c = rate. One network per weight, shared by its rows. It starts at a fixed draw for W_1 and at W_2 = 0,
-    and `momentum` decays its distance from that start.
+    steps past its target. `"paper"` is the printed ell = <m(g), 1>, whose direction does not depend on the sign of g,
+    with c = rate. One network per weight, shared by its rows. It starts at a fixed draw for W_1 and at W_2 = 0, and
+    `momentum` decays its distance from that start.
 
     Formula: $D_t = \eta_t\, m_t(G_t),\quad m(g) = W_2 \tanh(W_1 g),\quad \ell(m; g) = \frac{1}{2} \Vert m(g) + g
     \Vert^2$
@@ -333,8 +333,8 @@ class DeepMomentum(Carrying):
         return over(lr, grad) * step.reshape(grad.shape), change, w_out
 
     def factored_form(self) -> Block | None:
-        """With G = u p^T all rows of G are multiples of p, so H = tanh(u z^T) with z = W_1 p, and of answers only their
-        products with W_2 and H count: what is left are products of V, P and `width` by `width`. [ALG-DEEP-I2]"""
+        """With G = u p^T all rows of G are multiples of p, so H = tanh(u z^T) with z = W_1 p, and only products of
+        answers with W_2 and H are needed: matrices of sides V, P and `width` by `width`. [ALG-DEEP-I2]"""
         if self.objective != "descent" or not still_declared(self, "factored_form", self._formulas):
             return None
         return Block("algorithm.deep_momentum.factored", self._factored, self._factored_vjp)
@@ -425,7 +425,7 @@ def _(rows: int, width: int) -> Tensor:
 
 
 def _trace(matrix: Tensor) -> Tensor:
-    """`[N, 1, 1]`."""
+    """Trace, `[N, 1, 1]`."""
     return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
 
 

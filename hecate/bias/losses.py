@@ -1,5 +1,5 @@
-"""Attentional biases: the inner loss that a write descends, through the product <pred, v> or of the error
-e = pred - v alone."""
+"""Attentional biases: the inner losses that writes descend. They depend on the product <pred, v>, or on the error e =
+pred - v alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hecate.variant import Conflicts, Variant
 class Bias(Variant, family="bias"):
     """An inner loss `ell(pred, target)`, summed over the value dimension.
 
-    A variant gives `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the last two fall back to
-    `torch.func` when left out (`hecate list` says so). There is no hidden factor: what `loss` says is what `grad`
-    differentiates. Kernels are printed from these formulas: `hecate.formula`.
+    A variant defines `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the last two fall back
+    to `torch.func` if left out (`hecate list` says so). `grad` is exactly the derivative of `loss`, without a hidden
+    factor. Kernels are printed from these formulas: `hecate.formula`.
 
     Shapes: pred and target `[..., V]`; loss `[...]`; grad `[..., V]`.
     """
@@ -99,7 +99,7 @@ class Dot(Bias):
 class KL(Bias):
     r"""kl: ell = log sum exp(pred) - <pred, t> + sum t log t, t = softmax(v/temperature) or t = v.
 
-    The memory predicts logits and is told a distribution: KL(t || softmax(pred)) whenever t sums to 1.
+    The memory predicts logits of a distribution t: the loss is KL(t || softmax(pred)) whenever t sums to 1.
     `target="softmax"` makes one of any value; `"distribution"` takes v as it is, one-hot included, for memories of
     classes or tokens. A v that sums to something else is not rescaled.
 
@@ -109,7 +109,8 @@ class KL(Bias):
     Shapes: pred, v `[..., V]`.
     VJP: u = s - t with s = softmax(pred); J g = s (g - s.g), g_v = -t (g - t.g)/temperature for softmax and -g for a
     distribution.
-    Traits: curvature 1/2; infinite loss, but the same u, where v has negative entries. A number needs its whole row.
+    Traits: curvature 1/2; infinite loss, but the same u, where v has negative entries. Each u_i depends on the whole
+    row.
     Cost: O(V).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173) for the choice of a loss; Learning with
     Fenchel-Young Losses (Blondel et al., 2020, arXiv 1901.02324) for its form. [BIAS-KL-D1]
@@ -149,7 +150,7 @@ def _softmax_jvp(share: Tensor, tangent: Tensor) -> Tensor:
 
 
 class ErrorBias(Bias):
-    """A loss of e = pred - target alone; variants give rho, psi = rho' and psi's Jacobian."""
+    """A loss of e = pred - target alone; variants define rho, psi = rho' and psi's Jacobian."""
 
     _derivatives = ("psi", "psi_jvp", "grad", "grad_vjp")
     _follows = MappingProxyType({"psi": ("rho",), "psi_jvp": ("rho", "psi"), **Bias._follows})
@@ -210,13 +211,13 @@ class L1(ErrorBias):
     r"""l1: ell = sum_i (r_i - eps) with r = sqrt(e^2 + eps^2).
 
     Every coordinate pulls with force at most 1, however far off it is: an outlier weighs no more than any other error,
-    and a write says little more than on which side of v the memory was. It is the limit p = 1 of `lp`, smoothed alike;
-    a tanh in place of e/r is another function.
+    and a write depends on little more than the side of v on which the prediction lies. It is the limit p = 1 of `lp`,
+    smoothed alike; a tanh in place of e/r is another function.
 
     Formula: $\ell = \sum_i (r_i - \varepsilon),\quad r_i = \sqrt{e_i^2 + \varepsilon^2},\quad u_i = \frac{e_i}{r_i}$
     Shapes: e `[..., V]`.
-    VJP: u = e/r, J = diag(eps^2 / r^3); at e = 0 both are 0, as of a sign: 1/eps, which J is nearby, would grow by
-    lr |phi|^2 / eps at every token that a memory answers exactly.
+    VJP: u = e/r, J = diag(eps^2 / r^3); at e = 0 both are taken as 0, as for a sign: nearby, J is 1/eps, and each token
+    that the memory answers exactly would multiply cotangents by lr |phi|^2 / eps.
     Traits: curvature 1/eps near e = 0, which bounds no useful step: declared unbounded.
     Cost: O(V).
     Warning: steps of lr |phi|^2 do not shrink near the target; the memory ends within that of it.
@@ -286,7 +287,7 @@ class Lp(ErrorBias):
 
     def _sizes(self, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         live = error != 0
-        # Where the error is 0 a 1 stands in: a power of 0 has no usable derivative under autograd.
+        # A 1 replaces errors of 0, as a power of 0 has no usable derivative under autograd.
         safe = torch.where(live, error, 1.0)
         if self.p >= 2:
             return safe.abs(), safe.abs(), live
@@ -336,9 +337,9 @@ class Huber(ErrorBias):
 class Yaad(ErrorBias):
     r"""yaad: ell = 1/2 |e|^2 for |e|_2 <= delta, delta (sum_i (r_i - eps) - delta/2) beyond, r = sqrt(e^2 + eps^2).
 
-    The write that MIRAS prints for Yaad: l2's while the error is inside a ball, delta times l1's beyond it. The whole
-    vector decides, each coordinate is then followed by its sign. With several coordinates this is no Huber loss: see
-    the warning.
+    The write that MIRAS prints for Yaad: l2's while the error is inside a ball, delta times l1's beyond it. The norm of
+    the whole vector decides; beyond the ball each coordinate is followed by its sign. With several coordinates this is
+    no Huber loss: see the warning.
 
     Formula: $\ell = \frac{1}{2} \Vert e \Vert^2,\quad u = e \quad \text{if } \Vert e \Vert \leq \delta$
     $\ell = \delta \left(\sum_i (r_i - \varepsilon) - \frac{\delta}{2}\right),\quad u_i = \delta \frac{e_i}{r_i},\quad
@@ -346,7 +347,7 @@ class Yaad(ErrorBias):
     Shapes: e `[..., V]`.
     VJP: u = e, J = 1 inside; u = delta e/r, J = diag(delta eps^2 / r^3) outside, 0 at a coordinate e = 0. The threshold
     counts as inside.
-    Traits: curvature unbounded. A coordinate needs the norm of all.
+    Traits: curvature unbounded. Each u_i depends on the norm of e.
     Cost: O(V).
     Warning: at |e|_2 = delta u jumps from e to delta sign(e), whose length is up to sqrt(V) times that of e, and the
     loss by delta (|e|_1 - delta). `huber` is continuous, per coordinate and with `norm=True`.
@@ -386,7 +387,7 @@ class Robust(ErrorBias):
     Shapes: e `[..., V]`.
     VJP: u = e + radius e/r, J g = g + radius (g - e (e.g)/r^2)/r; at e = 0: J g = g.
     Traits: curvature 1 + radius/eps near e = 0, which bounds no useful step: declared unbounded unless radius is 0,
-    which is `l2`. A coordinate needs the norm of all.
+    which is `l2`. Each u_i depends on the norm of e.
     Cost: O(V).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), robust optimisation against shifts of
     values. [BIAS-ROBUST-D1]

@@ -1,4 +1,4 @@
-"""A continuum of memories: levels that commit at different rates, joined into one layer."""
+"""A continuum of memories: levels that commit at different rates, combined into one layer."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ OF_LEVEL = {"name", "period", "memory", "heads", "restart"}  # the other fields 
 
 
 class CarryMemory(Memory):
-    """Log-linear attention: a `Memory` that reads what is of one age with a weight of its own. [CMS-CARRY-D1]
+    """Log-linear attention: a `Memory` that reads content of different ages with different weights. [CMS-CARRY-D1]
 
-    L levels of periods 1, 2, 4, ... share projections and gates. A token is written to level 0 and lives in exactly
-    one; a level that is due carries its content up into the next and restarts at 0, and the last one keeps what it has
-    got. All of them decay and unlearn alike. The read is sum_l lambda_l(t) M^(l) q_t with a learned lambda_l(t) =
-    softplus(level_l (W x_t)_l) per token, head and level, level starting at 1. With lambda = 1 that is the plain rule.
+    L levels of periods 1, 2, 4, ... share projections and gates. A token is written to level 0, and its content is
+    always in exactly one level: a level that is due moves its content up into the next and restarts at 0, and the last
+    keeps all that it receives. Decay and erasure act on all levels alike. The read is sum_l lambda_l(t) M^(l) q_t with
+    a learned lambda_l(t) = softplus(level_l (W x_t)_l) per token, head and level, level starting at 1. With lambda = 1
+    that is the plain rule.
 
     A state holds L times the plain rule's weights, `[B, H, L, V, P]`, whatever the length: L = ceil(log2 T) + 1 levels
-    tell T tokens apart to the last, and in a longer stream the oldest content is read with one weight, as the plain
-    rule reads it. Learned starting weights start in the last level. `engine` is "auto", "sequential" or "parallel".
+    are enough for T tokens; in a longer stream the oldest content stays in the last level and is read with one weight,
+    as the plain rule reads it. Learned starting weights start in the last level. `engine` is "auto", "sequential" or
+    "parallel".
 
     References: Log-Linear Attention (Guo et al., 2025, arXiv 2506.04761).
     """
@@ -62,7 +64,7 @@ class CarryMemory(Memory):
     ) -> None:
         expect_choice(engine, "engine of composition 'carry'", ("auto", "sequential", "parallel"))
         super().__init__(d_model, heads, config, engine=engine, generator=generator, **options)
-        self.bare = False  # a token takes the way of a sequence
+        self.bare = False  # a single token is run as a sequence
         rows, place = heads * levels, {"device": options.get("device"), "dtype": options.get("dtype")}
         check_shapes({"mixture": (rows, d_model)}, "lower carry_levels, heads or d_model")
         self.mixture = nn.Parameter(torch.empty(rows, d_model, **place))
@@ -72,7 +74,7 @@ class CarryMemory(Memory):
 
     @property
     def shares(self) -> Shares:
-        """Mode of context parallelism: levels of ages are handed on from rank to rank."""
+        """Mode of context parallelism: levels are passed on from rank to rank."""
         return "turns"
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -92,12 +94,12 @@ class CarryMemory(Memory):
             return softplus(self.level.to(wide) * logits)
 
     def scan(self, asked: ScanArguments, x: Tensor) -> tuple[Tensor, MemoryState]:
-        """The weighed read of all levels, and their states."""
+        """The weighted read of all levels, and their states."""
         how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}
         return log_linear_scan(**asked._asdict(), scale=self.scale(x), **how)
 
     def seen(self, **arguments: Any) -> tuple[ScanArguments, str | None]:
-        """The plain rule's part: what all levels hold together."""
+        """The arguments of the plain rule's scan, on the sum of all levels, and the reason why its answers differ."""
         asked, _ = super().seen(**arguments)
         state = None if asked.state is None else as_plain(asked.state, self.level.shape[1])
         return asked._replace(state=state), "a level of each age is read with a weight of its own"
@@ -147,18 +149,18 @@ class CMS(nn.Module):
 
     Args:
         d_model: width of x and y.
-        heads: memories of every level whose config names no number.
+        heads: number of memories in each level whose config gives none.
         config: levels, composition, aggregation.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call the layer; a level is `name/level`.
-        generator: source of all draws, of which it gives one: every level draws from a generator made of that and the
-            level's name, so other levels do not change its start; None uses torch's default generator.
+        generator: source of all draws: it gives one number, and every level draws from a generator seeded with that and
+            the level's name, so that other levels do not change its start; None uses torch's default generator.
 
     Raises:
         ConfigError: sizes that do not fit, with the path of the level.
     Warns:
         StabilityWarning: if the steps of a window, measured on random keys, allow divergence.
-        HealthWarning: if a chained level passes nothing until its first commit.
+        HealthWarning: if a chained level outputs zero until its first commit.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq 70 to 74.
     """
 
@@ -240,7 +242,7 @@ class CMS(nn.Module):
     ) -> tuple[Tensor, CMSState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]`, as in `Memory`.
 
-        A masked token counts for no level; a reset restarts all of them, counts included.
+        A masked token is not counted by any level; a reset restarts all levels and their counts.
         """
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         check_sequence(self.memories[0].qkv.weight, x, **masks)
@@ -281,7 +283,7 @@ class CMS(nn.Module):
         expect(state.written, "B", name="state.written", dtype=torch.int64, like=x, other="x")
 
     def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, list[LayerState]]:
-        """Every level once over x: the layer's output and the states of the levels."""
+        """The layer's output and the states of its levels, from one call of every level."""
         chained = self.config.composition == "chained"
         states, outputs, inputs, norms = [], [], x, [*self.norms] or [None] * len(levels)
         for memory, norm, before, level_masks in zip(self.memories, norms, levels, masks, strict=True):
@@ -297,11 +299,11 @@ class CMS(nn.Module):
     def _in_windows(
         self, x: Tensor, levels: Levels, masks: list[Masks], write: Tensor, count: Tensor
     ) -> tuple[Tensor, list[LayerState]]:
-        """The same in windows that end where a level commits from which another restarts, after the committing token.
+        """The same in windows, each up to a token at which a level commits and the next faster one restarts from it.
 
-        The slowest goes first, so that a commit of several levels hands its memory down through all of them. The short
-        convolution, the feature memory and the token counts go on, since they belong to the sequence. `write` tells
-        which tokens are written and `count` how many have been, both `[B, T]`. [CMS-NEST-D1]
+        If several levels commit, the slowest goes first, so that its memory is copied down through all of them. The
+        short convolution, the feature memory and the token counts go on, since they belong to the sequence. `write` is
+        True for written tokens, and `count` is the number of tokens written so far, both `[B, T]`. [CMS-NEST-D1]
         """
         periods = [level.period for level in self.config.levels]
         ends: list[int] = []
@@ -343,21 +345,21 @@ class CMS(nn.Module):
         """A new layer with a faster level in front; the present ones move to slower slots.
 
         It computes the same function until it is trained, because the new level's output projection is zero; that
-        projection gets a gradient at once, the rest of the level after one step. `state` is taken over, the new level
-        starting empty at its place in the schedule. [CMS-GROW-I1]
+        projection gets a gradient at once, the other parameters of the level after one step. `state` is extended by an
+        empty memory for the new level, at its place in the schedule. [CMS-GROW-I1]
         """
         return self._grow(level, 0, state, generator)
 
     def stack_up(
         self, level: LevelConfig, state: CMSState | None = None, *, generator: torch.Generator | None = None
     ) -> tuple[CMS, CMSState | None]:
-        """As `push_up`, with a slower level behind the present ones."""
+        """A new layer with a slower level behind the present ones; otherwise as `push_up`."""
         return self._grow(level, len(self.levels), state, generator)
 
     def _grow(
         self, level: LevelConfig, at: int, state: CMSState | None, generator: torch.Generator | None
     ) -> tuple[CMS, CMSState | None]:
-        """The layer and its state with a silent level at index `at`."""
+        """The layer and its state with a new level at index `at`, whose output is zero."""
         config = self.config
         if config.composition == "chained":
             raise ConfigError(
@@ -393,7 +395,7 @@ class CMS(nn.Module):
 
     @torch.no_grad()
     def _take_over(self, old: CMS, at: int) -> None:
-        """Every trained tensor of a layer without the level at `at` into its place; that level is silenced."""
+        """Copies the parameters of `old`, which lacks the level at `at`, and sets that level's output to zero."""
         count = len(old.levels)
         places = [index for index in range(count + 1) if index != at]
         for index, place in enumerate(places):
@@ -416,7 +418,7 @@ class CMS(nn.Module):
                 f"health needs tokens: x must be [B, T, {self.d_model}] with B and T at least 1, got {list(x.shape)}"
             )
         with torch.no_grad():
-            _, before = self(x[:, :0], state)  # checks state, and gives one where there is none
+            _, before = self(x[:, :0], state)  # checks the state, or makes one
         calls, handles = zip(*map(record_calls, self.memories), strict=True)
         try:
             with torch.enable_grad():
@@ -446,8 +448,8 @@ def _copy(source: nn.Module, target: nn.Module) -> None:
 
 
 def _fresh(source: MemoryState, like: MemoryState) -> MemoryState:
-    """A start from the memory of `source`, slots at zero: the level has just closed a window of its own, so nothing is
-    pending and its next token takes a new anchor."""
+    """The state of a level that restarts from the memory of `source`, with slots at zero: the level has just closed a
+    window of its own, so no gradients are pending and its next token takes a new anchor."""
     normalizer = like.normalizer
     if normalizer is not None and source.normalizer is not None:
         normalizer = _fresh(source.normalizer, normalizer)

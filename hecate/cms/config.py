@@ -1,4 +1,4 @@
-"""Config of a continuum memory: its levels, how often each commits and how they are joined."""
+"""Config of a continuum memory: its levels, their periods and their composition."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LevelConfig(Config):
     """One level: an `nn.Memory` that commits every `period` tokens.
 
     Fields:
-        name: what errors and reports call it; unique among the levels.
+        name: its name in errors and reports; unique among the levels.
         period: tokens between commits. Above 1, `memory` gets `chunk=period, commit="chunk"`; at 1
             it stays as it is given.
         memory: rule and conventions; the name of a rule stands for its fields.
@@ -30,7 +30,7 @@ class LevelConfig(Config):
             left out are `memory.layer_conv_kernel` and `memory.layer_qk_norm`, if it names them.
         firing: "learned" lets a gate decide token by token and head by head whether the level is
             written; of any level, the fastest too. [CMS-FIRE-D1]
-        restart: the memory restarts from its starting weights every that many tokens; None, never.
+        restart: number of tokens after which the memory restarts from its starting weights, each time; None: never.
         query_projection: "sum" or "orthogonal" projects phi(q) onto the keys of the present chunk.
     """
 
@@ -53,7 +53,7 @@ class LevelConfig(Config):
     settle = settle_layer
 
     def conflicts(self) -> Conflicts:
-        """Settings that a memory in chunks of the period cannot have."""
+        """Settings that do not go with the period, `restart`, the firing gate or the query projection."""
         memory = self.memory
         schedule = (memory.chunk, memory.commit)
         if self.period > 1 and schedule not in ((1, "token"), (self.period, "chunk")):
@@ -81,7 +81,7 @@ Levels = Annotated[Count, Field(ge=1, le=MOST_LEVELS)]
 
 
 class CMSConfig(Config):
-    """Levels from fast to slow and how their outputs are joined.
+    """Levels from fast to slow and how their outputs are combined.
 
     Fields:
         levels: at least one, with unique names and periods that never fall.
@@ -91,8 +91,8 @@ class CMSConfig(Config):
             apart by age and read with learned weights (log-linear attention, `hecate.cms.CarryMemory`).
         aggregation: how "independent" adds up outputs: "sum"; "rsqrt" times 1/sqrt(levels);
             "learned" times a weight per level and channel; "gated" times sigmoid(W x + b).
-        carry_levels: levels of that tree, of periods 1, 2, 4, ...; T tokens need ceil(log2 T) + 1 to be told apart, and
-            what is older than the tree stays in the last level.
+        carry_levels: number of levels of that tree, of periods 1, 2, 4, ...; T tokens need ceil(log2 T) + 1, and older
+            content stays in the last level.
     """
 
     levels: tuple[LevelConfig, ...] = Field(min_length=1)
@@ -101,7 +101,7 @@ class CMSConfig(Config):
     carry_levels: Levels = 15
 
     def conflicts(self) -> Conflicts:
-        """Levels that cannot be joined so."""
+        """Levels that do not go together, or not in this composition."""
         yield from self._of_carry()
         names = [level.name for level in self.levels]
         for index, (fast, slow) in enumerate(pairwise(self.levels), 1):
@@ -121,7 +121,7 @@ class CMSConfig(Config):
                 yield ("levels", index, *path), f"nested levels {fast.name!r} and {slow.name!r}: {reason}"
 
     def _of_carry(self) -> Conflicts:
-        """Levels that no tree can be made of, and its size where there is none."""
+        """Levels from which no tree can be made, and a size of the tree where there is none."""
         if self.composition != "carry":
             if self.carry_levels != type(self).model_fields["carry_levels"].default:
                 reason = f"{self.carry_levels} levels are those of composition 'carry'"

@@ -1,5 +1,5 @@
-"""Health of memories: the strength of their writes, right after them and some tokens on; faults that levels show before
-they are run, and statistics of every level on a sequence."""
+"""Health of memories: the effect of their writes, at once and some tokens later; faults of levels that show before any
+run; and statistics of every level on a sequence."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hecate.nn import LayerState, Memory
 from hecate.nn.rule import ScanArguments, features_of
 from hecate.rule import memory_weights
 
-LATER = 32  # tokens on
-NOTHING = 1e-3  # a memory none of whose writes changes an answer by more writes nothing
+LATER = 32  # tokens
+NOTHING = 1e-3  # a memory is dead if no write changes an answer by more
 
 
 class Strength(NamedTuple):
     """Effect of the writes of N tokens, means over sequences and heads, `[N]`. [NN-WRITE-D1]
 
-    A token's write is taken out, and the memory asked for its key either way: e and e' are the distances of its answers
-    to the value without the write and with it, y and y' the answers.
+    The memory is read at a token's key, without the token's write and with it: y and y' are the two answers, e and e'
+    their differences from the value.
 
     Fields:
-        tokens: the tokens whose writes these are.
-        share: 1 - |e'| / |e| as soon as the write can be read, of e that is not 0.
-        share_later: the same some tokens on, after their writes.
-        pull: <y' - y, v> / |v|^2, what sums do that learn no error.
-        pull_later: the same some tokens on.
-        size: |y'| / |v| in the mean.
+        tokens: indices of the tokens.
+        share: 1 - |e'| / |e| as soon as the write can be read, where e is not 0.
+        share_later: the same some tokens later, after the writes of those.
+        pull: <y' - y, v> / |v|^2, the effect in memories that sum values and learn no error.
+        pull_later: the same some tokens later.
+        size: mean of |y'| over mean of |v|.
     """
 
     tokens: Tensor
@@ -47,12 +47,12 @@ class Strength(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The most that any of the writes changes, by any measure."""
+        """The largest effect of any of the writes, by any measure."""
         return max(float(item.abs().max()) for item in self[1:5])
 
 
 def reading_lag(asked: ScanArguments) -> int:
-    """After how many tokens a write can be read first."""
+    """Number of tokens after which a write can first be read."""
     config = asked.config
     if config.commit == "chunk":
         return config.chunk
@@ -60,8 +60,8 @@ def reading_lag(asked: ScanArguments) -> int:
 
 
 def places(asked: ScanArguments, count: int = 4, later: int = LATER) -> list[int]:
-    """At most so many tokens, evenly spread, whose writes can be followed for `later` tokens in every sequence; those
-    that close a chunk where it commits as one."""
+    """At most `count` tokens, evenly spread, whose writes can be followed for `later` tokens in every sequence; if
+    chunks commit as a whole, tokens that close a chunk."""
     length, lag = asked.v.shape[1], reading_lag(asked)
     written = asked.v.new_ones(length, dtype=torch.bool)
     if asked.write_mask is not None:
@@ -79,12 +79,12 @@ def places(asked: ScanArguments, count: int = 4, later: int = LATER) -> list[int
 
 @torch.no_grad()
 def write_strength(asked: ScanArguments, tokens: Sequence[int] | None = None, *, later: int = LATER) -> Strength | None:
-    """Effect of the writes of some tokens; None where no write can be followed for so long.
+    """Effect of the writes of some tokens; None if no write can be followed for `later` tokens.
 
     Args:
-        asked: the scan, as `Memory.asked` makes it, one write a token.
-        tokens: which writes; None takes those of `places`.
-        later: how many tokens on they are looked for again.
+        asked: the scan, as `Memory.asked` returns it, with one write per token.
+        tokens: the tokens whose writes are measured; None takes those of `places`.
+        later: number of tokens after which they are measured again.
 
     Raises:
         ShapeError: a token whose write cannot be followed.
@@ -115,8 +115,8 @@ def write_strength(asked: ScanArguments, tokens: Sequence[int] | None = None, *,
 
 
 def _answers(asked: ScanArguments, tokens: Iterable[int], lag: int, later: int, written: bool) -> tuple[Tensor, Tensor]:
-    """The answers to the keys of tokens, `[B, N, H, V]`, when their writes can be read and some tokens on; with the
-    writes or without. A copy of the sequences for every token."""
+    """Answers to the keys of tokens, `[B, N, H, V]`, once their writes can be read and `later` tokens after that; with
+    the writes or without. It scans one copy of the sequences for each token."""
     batch, length = asked.v.shape[:2]
     q: list[Tensor] = []
     masks: list[Tensor] = []
@@ -127,7 +127,7 @@ def _answers(asked: ScanArguments, tokens: Iterable[int], lag: int, later: int, 
     for t in tokens:
         key, writes = asked.q.clone(), mask.clone()
         key[:, t + lag] = key[:, t + lag + later] = asked.k[:, t]
-        if isinstance(lr, Tensor):  # a masked token does not count, so that its chunk would close later
+        if isinstance(lr, Tensor):  # not by mask: a masked token is not counted, so its chunk would close later
             steps.append(lr.clone())
             steps[-1][:, t] *= written
         else:
@@ -152,11 +152,11 @@ def _answers(asked: ScanArguments, tokens: Iterable[int], lag: int, later: int, 
 
 
 LevelCall = tuple[Tensor, Tensor, LayerState]  # a level's input and output, and its state after it
-KEYS = 512  # of a window that are drawn; a longer one is extrapolated
+KEYS = 512  # random keys for a window; a longer one is extrapolated
 
 
 def warn_of_levels(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
-    """Warns the layer's builder, two calls up, of levels whose windows may diverge, and of levels of a chain whose
+    """Warns, at the line that builds the layer, of levels whose windows may diverge, and of levels of a chain whose
     output is zero until their first commit. [CMS-LAYER-I4]"""
     for level, memory in zip(config.levels, memories, strict=True):
         algorithm, largest = memory.config.algorithm, _largest_step(level.period, memory)
@@ -208,13 +208,13 @@ class LevelHealth(NamedTuple):
 
     Fields:
         name, period: of the level.
-        commits: how often a sequence commits.
-        fired: share of tokens and heads that fire; None where all do.
+        commits: number of commits in a sequence.
+        fired: share of tokens and heads that fire; None without a firing gate.
         norm_start, norm_end: Frobenius norm of a head's memory before and after.
         output_rms: root mean square of the level's output.
         half_life: tokens after which the retain gates leave half of a memory, median over heads (and channels).
-        cotangent: norm of what a unit cotangent of y puts on the level's output and state.
-        strength: the most that a write changes an answer, in shares of its error or value; None where none can be
+        cotangent: norm of the cotangents of the level's output and state from a unit cotangent of y.
+        strength: largest change of an answer by a write, relative to its error or value; None if no write can be
             followed for 32 tokens. [NN-WRITE-D1]
         dead: why the level is dead, None if it is not.
     """
@@ -233,9 +233,10 @@ class LevelHealth(NamedTuple):
 
 
 def record_calls(memory: Memory) -> tuple[list[LevelCall], RemovableHandle]:
-    """A list to which every call of a level's memory is added, and what ends that.
+    """A list that receives every call of a level's memory, and the handle that ends this.
 
-    All of a state is made to require a gradient, constants such as an emptied sum too: cotangents reach them."""
+    All tensors of a state are made to require gradients, also constants such as an emptied sum, so that cotangents
+    reach them."""
     calls: list[LevelCall] = []
 
     def watch(x: Tensor) -> Tensor:
@@ -258,9 +259,9 @@ def level_health(
     written: Tensor,
     y: Tensor,
 ) -> LevelHealth:
-    """Statistics of a level in a run of its layer that gave y, recorded by autograd.
+    """Statistics of a level from its calls in one run of the layer, with output y, recorded by autograd.
 
-    `written` tells how many tokens since the start there are after each one, `[B, T]`."""
+    `written` is the number of tokens since the start after each one, `[B, T]`."""
     every = memory.config.chunk if memory.config.commit == "chunk" else 1
     nodes = [leaf for call in calls for leaf in pytree.tree_leaves(call[1:]) if leaf is not None and leaf.requires_grad]
     unit = torch.full_like(y, y.numel() ** -0.5)

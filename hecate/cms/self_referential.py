@@ -1,4 +1,4 @@
-"""A memory whose projections are memories, boxes, of the same rule: it changes how it reads and writes as it goes."""
+"""A memory whose projections are memories of the same rule, boxes: it learns how to read and write."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class SelfReferenceConfig(Config):
 
     Fields:
         memory: the rule of every box; `algorithm.lr` is the ceiling of the lr gate. Its `layer_conv_kernel`,
-            `layer_activation` and `layer_v_norm` are of a plain layer around it, and left out.
+            `layer_activation` and `layer_v_norm` are for a plain layer, and do not apply here.
         phase: 1, projections stay as they start; 2, boxes learn k_t -> v_t; 3, each box learns
             k_t -> its own answer to v_t.
-        adaptive: the projections that are written too; None takes none in phase 1 and all but q, which the paper
-            keeps static, in phases 2 and 3.
+        adaptive: the projections that are written; None means none in phase 1, and in phases 2 and 3 all but q, which
+            the paper keeps static.
         erase: "once" by the bias alone; "twice" by delta gradient descent on top of bias l2, as printed, whose fixed
             point is half the target.
-        chunk: projections and targets of this many tokens are read in the boxes as they were before the first of
-            them; None takes `memory.chunk`, where gradients are taken.
+        chunk: number of tokens whose projections and targets are read from the boxes as they were before the first of
+            them; None takes `memory.chunk`, the number of tokens whose gradients are taken at one state.
         qk_norm: normalisation of q and k before phi; left out, `memory.layer_qk_norm`, if that names one.
-        input_norm: that of what boxes are asked, x and v; without one they can grow without bound.
+        input_norm: normalisation of the boxes' inputs, x and v; without one, boxes can grow without bound.
 
-    Warning: the gradients of a long `memory.chunk`, all taken at one state, add up and can diverge at an lr that one
-    token stands. `chunk=C` with `memory.chunk=1` adapts projections as rarely and stays stable.
+    Warning: the gradients of a long `memory.chunk`, all taken at one state, add up and can diverge at an lr that is
+    stable for one token. `chunk=C` with `memory.chunk=1` adapts projections as rarely and stays stable.
     """
 
     follows: ClassVar[tuple[str, ...]] = ("qk_norm",)
@@ -82,12 +82,12 @@ class SelfReferenceConfig(Config):
 
     @property
     def period(self) -> int:
-        """Tokens that read the boxes in one state."""
+        """Number of tokens that read the boxes in the same state."""
         return self.memory.chunk if self.chunk is None else self.chunk
 
     @property
     def refers(self) -> bool:
-        """True if what is written depends on what was written before."""
+        """True if writes depend on earlier writes."""
         return bool(self.moving) or self.phase == 3 or self.erase == "twice"
 
     @property
@@ -103,7 +103,7 @@ class SelfReferenceConfig(Config):
     settle = settle_layer
 
     def conflicts(self) -> Conflicts:
-        """Rules that boxes cannot have, and boxes that there are not."""
+        """Rules that boxes cannot have, and names that are not those of boxes."""
         memory, adaptive = self.memory, self.adaptive or ()
         if memory.structure.transposed:
             reason = f"a box answers with what it predicts; {memory.structure.named} predicts keys"
@@ -182,9 +182,9 @@ class SelfReferenceConfig(Config):
 class Boxes(HeldRule):
     """H heads of boxes, each a memory `D -> D` of one rule, with the phi they share. [SELF-BOX-D1]
 
-    A box answers x by M(phi(n(x))): the path of a key, n the `input_norm`, `key_norm` included and `query_scale` not.
-    Weights of several boxes lie on the head axis, box after box. A gate is sigmoid(w.answer + b) per head, with w = 1/D
-    (the mean) and b the rule's own value to start.
+    A box answers x with M(phi(n(x))), n the `input_norm`: x is treated like a key, so that `key_norm` applies and
+    `query_scale` does not. Weights of several boxes lie on the head axis, box after box. A gate is sigmoid(w.answer +
+    b) per head; at first w = 1/D (the mean), and b is the rule's default.
     """
 
     def __init__(self, heads: int, config: SelfReferenceConfig, *, d_head: int, **place: Any) -> None:
@@ -200,7 +200,7 @@ class Boxes(HeldRule):
         self.retain, self.gate_weight, self.gate_bias = hold_gates(rule, self.starts, heads, d_head, d_head, **place)
 
     def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
-        """Everything anew from a generator, in the dtype and on the device of `like`."""
+        """Draws all parameters anew from a generator, in the dtype and on the device of `like`."""
         self.draw_features(source, like)
         for name in self.initial:
             self.draw_answering(self.initial[name], self.d_head, source, like)
@@ -240,7 +240,7 @@ class Boxes(HeldRule):
         return one(execute(norm, phi))
 
     def read(self, carried: Weights, phi: Tensor) -> tuple[Tensor, ...]:
-        """Answers `[B, T, H, D]` at one phi of the boxes that carry `[B, boxes H, ...]`."""
+        """Answers `[B, T, H, D]` to one phi from each of the boxes with the state `carried` `[B, boxes H, ...]`."""
         batch, _, heads, _ = phi.shape
         boxes = next(iter(carried.values())).shape[1] // heads
         queries = phi.transpose(1, 2).unsqueeze(1).expand(-1, boxes, -1, -1, -1).flatten(0, 2)
@@ -265,14 +265,14 @@ class Boxes(HeldRule):
         for gate, weight in self.gate_weight.items():
             form = self.retain if gate == "retain" else None
             answer = answers[gate] if form is None else form.project(answers[gate])
-            # Heads have rows of their own: one, or one per channel.
+            # Each head has its own rows: one, or one per channel.
             weight = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
             logit = torch.einsum("bthd,hcd->bthc", answer, weight).flatten(-2) + self.gate_bias[gate]
             values[gate] = torch.sigmoid(logit) if form is None else form(logit)
         if "lr" in values:
             values["lr"] = self.rule.algorithm.lr * values["lr"]
         retention = self.rule.retention
-        if "retain" not in values and retention.uses_retain and retention.per_head:  # heads are not those of a scan
+        if "retain" not in values and retention.uses_retain and retention.per_head:  # the scan has heads for every box
             answer = next(iter(answers.values()))
             values["retain"] = answer.new_tensor(retention.default_retains(self.heads)).expand(answer.shape[:-1])
         return values
@@ -280,7 +280,7 @@ class Boxes(HeldRule):
     def forward(
         self, q: Tensor, k: Tensor, targets: tuple[Tensor, ...], gates: dict[str, Tensor], **how: Any
     ) -> tuple[Tensor, MemoryState]:
-        """Writes every box at k with its target, all `[B, T, H, D]`, and reads the memory at q."""
+        """Writes every box at k with its target, all `[B, T, H, D]`, and reads the memory with q."""
         boxes = len(self.written)
         q, k = q.repeat(1, 1, boxes, 1), k.repeat(1, 1, boxes, 1)
         repeated = Gates(**{name: torch.cat([gate] * boxes, 2) for name, gate in gates.items()})
@@ -324,7 +324,7 @@ class SelfReferential(MemoryLayer):
     Every head has a memory and its projections k, v, q, lr, retain (and momentum), all boxes of one rule. x goes
     through a static projection to heads and a short causal convolution; each box answers it, the answers are the
     token's key, value, query and gates, and the boxes are written at that key. Their initial weights are parameters:
-    the projections of a plain memory, from which they depart as the sequence goes by.
+    the projections of a plain memory, which then change along the sequence.
 
     Args:
         d_model: width of x and y.
@@ -334,7 +334,7 @@ class SelfReferential(MemoryLayer):
         conv_kernel: taps of the short convolution, 0 for none.
         output_gate: whether the output is multiplied by silu(W x).
         feature_memory: a memory whose answers are added to q and k before phi; see
-            `hecate.nn.rule.FeatureMemory`. Boxes are asked x and v without it.
+            `hecate.nn.rule.FeatureMemory`. The boxes' inputs x and v are used without it.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.
         generator: source of all draws; None uses torch's default generator.
@@ -407,7 +407,7 @@ class SelfReferential(MemoryLayer):
         return self.read_out(x, y.to(mixed.dtype)), after._replace(conv=conv, conv_segment=segment)
 
     def _run(self, tokens: dict[str, Any], state: SelfReferentialState | None) -> tuple[Tensor, SelfReferentialState]:
-        """Span by span; all tokens of one read the boxes in the same state. `tokens` are those of `_span`."""
+        """Runs span by span; all tokens of a span read the boxes in the same state. `tokens` as in `_span`."""
         config, (batch, length), reset = self.config, tokens["x"].shape[:2], tokens["reset_mask"]
         fresh: Any = None if state is not None and reset is None else self.boxes.state(batch)
         if state is None:
@@ -440,7 +440,8 @@ class SelfReferential(MemoryLayer):
     ) -> tuple[Tensor, SelfReferentialState]:
         """Reads the projections at the anchor, writes the boxes, reads the memory at q.
 
-        Of tokens: the layer's inputs x and their features phi, answers of the boxes that are not written, and masks."""
+        `tokens` has the layer's inputs x, their features phi, the answers of the boxes that are not written, and the
+        masks."""
         boxes, config, masks = self.boxes, self.config, dict(tokens)
         x, phi, answers = (masks.pop(name) for name in ("x", "phi", "answers"))
         moving = len(config.moving) * self.heads
@@ -453,14 +454,14 @@ class SelfReferential(MemoryLayer):
         if config.phase == 3:
             targets = boxes.read(anchor, boxes.input_features(answers["v"]))
         if config.erase == "twice":
-            # Delta gradient descent is the l2 rule whose target is the step of another: - gradient.
+            # Delta gradient descent is the l2 rule whose target is the negative gradient of the l2 loss.
             predictions = boxes.read(anchor, boxes.features(k))
             targets = tuple(v - answer for v, answer in zip(targets, predictions, strict=True))
         y, memory = boxes(q, k, targets, boxes.gates(answers), state=state.boxes, **masks, **how)
         return y, state._replace(boxes=memory, anchor=anchor if config.anchored else {}, features=features)
 
     def _check_state(self, state: SelfReferentialState | None, x: Tensor) -> None:
-        """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
+        """Refuses a state of another layer or batch; the scan checks the other fields of the boxes."""
         if not check_type(state, SelfReferentialState):
             return
         weights, count = self.boxes.initial["memory"].tensors, len(self.boxes.written) * self.heads
@@ -483,12 +484,12 @@ class SelfReferential(MemoryLayer):
 def spans(
     period: int, position: Tensor, write: Mask, reset: Mask, length: int
 ) -> tuple[list[int], Tensor | None, Tensor]:
-    """A cut wherever a chunk of `period` written tokens ends, or a document starts, in any row, so that each span reads
-    the boxes in one state: 0, the cuts, T; whether a chunk starts with the token `[B, T]`, None where one does at every
-    cut; and `position` `[B]`, tokens written since the last chunk's start, at the end.
+    """Borders of spans, 0, cuts, T: a cut wherever a chunk of `period` written tokens ends or a document starts in any
+    row, so that each span reads the boxes in one state. Also a mask `[B, T]` of the tokens that start a chunk, None if
+    one starts at every cut; and `position` `[B]`, tokens written since the last chunk's start, at the end.
 
-    Masked tokens do not count; a reset starts a chunk. Where values cannot be looked at, every token is a span of
-    its own, which is as exact and slower; where there are none, on meta, one has all tokens. [SELF-CHUNK-D1]
+    Masked tokens do not count; a reset starts a chunk. If values cannot be read, every token is a span, which is as
+    exact but slower; on meta, where there are none, one span has all tokens. [SELF-CHUNK-D1]
     """
     if period == 1:
         return [*range(length + 1)], None, position

@@ -1,4 +1,4 @@
-"""Cells of a comparison: each a valid experiment of a grid, and its steps under the common budget."""
+"""Cells of a comparison: each is a valid experiment of a grid, with its number of steps under the common budget."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import check_memory, flops_of
 
 RESULT = "result.json"
-"""The file of what a run came to, in its folder."""
+"""File with the result of a run, in its folder."""
 PASSES = 3
-"""Forward passes that a forward and a backward pass are worth."""
+"""Cost of a forward and a backward pass together, in forward passes."""
 LIMIT = 1 << 31
-"""Steps beyond which a budget is a slip of the pen."""
+"""Number of steps above which a budget is taken for a mistake."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget of each cell's run: one of these, or, all None, the steps of the experiments themselves.
+    """Budget of each cell's run: one of these; if all are None, the steps of the experiments themselves.
 
     Fields:
         steps: optimiser steps.
-        tokens: tokens trained on.
-        seconds: of training, by the speed that each cell has shown in a few steps of its own.
-        flops: operations forward and backward with weights, in memories and in attention, as `hecate estimate` counts
-            those of a forward pass; a backward pass has twice as many.
+        tokens: tokens to train on.
+        seconds: seconds of training, converted by each cell's own speed, measured over a few steps.
+        flops: operations of forward and backward passes with weights, in memories and in attention; those of a forward
+            pass are counted as in `hecate estimate`, and a backward pass counts twice as many.
     """
 
     steps: float | None = None
@@ -51,7 +51,8 @@ class Budget:
                 raise ConfigError(f"--{name} must be a number above 0, got {value:g}")
 
     def steps_of(self, cell: Cell, speed: float | None = None) -> int:
-        """Steps of a run of this cell; `speed` in steps a second where seconds are the budget. [COMPARE-BUDGET-D1]"""
+        """Number of steps of a run of this cell; a budget of seconds needs `speed`, in steps per second.
+        [COMPARE-BUDGET-D1]"""
         config = cell.config
         tokens = config.budget.batch_size * config.seq_len
         if self.flops is not None:
@@ -73,14 +74,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Cell:
-    """One of the experiments that are compared: its name, what was set on top of a preset or a file, and the whole."""
+    """One of the compared experiments: its name, its overrides of a preset or file, and its whole config."""
 
     label: str
     overrides: tuple[str, ...]
     config: ExperimentConfig
 
     def at(self, seed: int, steps: int, lr: float | None = None) -> ExperimentConfig:
-        """Its experiment of a seed and so many steps. [COMPARE-PAIR-D1]"""
+        """Its experiment with another seed and number of steps, and possibly lr. [COMPARE-PAIR-D1]"""
         tree = self.config.model_dump(mode="json")
         tree["seed"], tree["budget"]["steps"] = seed, steps
         if lr is not None:
@@ -92,14 +93,14 @@ class Cell:
 
     @property
     def folder(self) -> str:
-        """A name for files, another for every label."""
+        """A file name, different for every label."""
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.label).strip("-.")[:60]
         return f"{plain}-{hashlib.sha256(self.label.encode()).hexdigest()[:6]}"
 
 
 def cells_of(sources: Sequence[str], over: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Cell]:
-    """The cells of experiments times every combination of `over`, texts PATH=VALUE,VALUE: all of them are valid, or
-    `ConfigError` names each that is not. [COMPARE-GRID-D1]"""
+    """The cells for every experiment and every combination of `over`, texts PATH=VALUE,VALUE; `ConfigError` names every
+    cell that is not valid. [COMPARE-GRID-D1]"""
     axes = [_axis(text) for text in over]
     paths = [axis[0].partition("=")[0] for axis in axes]
     if len(set(paths)) < len(paths):
@@ -134,7 +135,7 @@ def _axis(text: str) -> list[str]:
 
 
 def _check_fair(cells: Sequence[Cell]) -> None:
-    """Refuses what cannot be paired: other data, or another cut of them. [COMPARE-PAIR-D1]"""
+    """Refuses cells that cannot be paired, because their data or batches differ. [COMPARE-PAIR-D1]"""
     if len(cells) < 2:
         raise ConfigError("a comparison needs two configs or more: name several, or give --over path=value,value")
     for one, two in combinations(cells, 2):
@@ -157,7 +158,7 @@ def _check_fair(cells: Sequence[Cell]) -> None:
 
 def _common(config: ExperimentConfig) -> dict[str, object]:
     budget, data = config.budget, config.data
-    if isinstance(data, Task):  # judged by the same fresh rows, however many training draws from
+    if isinstance(data, Task):  # validation uses the same fresh rows, whatever `examples` is
         data = data.model_copy(update={"examples": None})
     return {
         "data": data, "seq_len": config.seq_len, "budget.batch_size": budget.batch_size,
@@ -166,7 +167,7 @@ def _common(config: ExperimentConfig) -> dict[str, object]:
 
 
 def check_once(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float]) -> None:
-    """Refuses settings that an option of the comparison would replace."""
+    """Refuses overrides of settings that an option of the comparison sets."""
     options = {"seed": "--seeds"}
     if lrs:
         options["optim.lr"] = "--lr"
@@ -179,14 +180,14 @@ def check_once(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float]) -> N
 
 
 def seeds_of(seeds: int, tuning: int) -> tuple[range, range]:
-    """Seeds that are reported, 0 and on, and those that learning rates are chosen on, far from them. [COMPARE-LR-D1]"""
+    """The reported seeds, from 0, and those on which learning rates are chosen, which differ. [COMPARE-LR-D1]"""
     expect_number(seeds, "--seeds", 1, 10_000)
     expect_number(tuning, "--tuning-seeds", 1, 10_000)
     return range(seeds), range(1_000_000, 1_000_000 + tuning)
 
 
 def rates_of(text: str | None) -> list[float]:
-    """Learning rates of a text such as 1e-3,3e-3."""
+    """Learning rates from a text such as 1e-3,3e-3."""
     try:
         rates = [float(part) for part in text.split(",")] if text is not None else []
     except ValueError:

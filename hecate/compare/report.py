@@ -21,13 +21,13 @@ from hecate.train.run import versions
 
 
 def of_plan(rows: Sequence[tuple[str, int, int, float]]) -> tuple[Table, float]:
-    """The table of a plan, and its hours in all."""
+    """The table of a plan, and its total hours."""
     texts = [[name, str(runs), f"{steps:,}", f"{hours:.2f}"] for name, runs, steps, hours in rows]
     return (("cell", "runs", "steps", "hours"), texts), sum(hours for *_, hours in rows)
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Cells from the lowest loss to the highest, and the verdict of every pair."""
+    """Tables of cells, from the lowest loss to the highest, and of the verdict on every pair."""
     cells = [
         [
             fact["cell"], Interval(fact["loss"], fact["loss_half"]).text(), fact["shown"], f"{fact['lr']:g}",
@@ -48,7 +48,7 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def cell_facts(comparison: Comparison) -> list[dict[str, Any]]:
-    """A row for each cell, by its loss: means and half widths of 95 % t intervals over seeds; costs are medians."""
+    """Records of cells, by their loss: means and half widths of 95 % t intervals over seeds; costs are medians."""
     facts = []
     for cell in comparison.cells:
         rows = comparison.of(cell.label)
@@ -71,7 +71,7 @@ def cell_facts(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def write(comparison: Comparison, out: Path) -> list[Path]:
-    """Writes every file, the figure where matplotlib is here; their paths. [COMPARE-REPORT-D1]"""
+    """Writes all files, the figure only if matplotlib is installed; returns their paths. [COMPARE-REPORT-D1]"""
     verdicts = [{**p._asdict(), "difference": p.difference.mean, "half": p.difference.half} for p in comparison.pairs]
     cells = cell_facts(comparison)
     facts = {
@@ -89,7 +89,7 @@ def write(comparison: Comparison, out: Path) -> list[Path]:
 
 
 def write_results(out: Path, texts: Mapping[str, str], stem: str, pictures: Mapping[str, bytes]) -> list[Path]:
-    """Writes texts by their names and pictures by their endings; the paths, pictures last."""
+    """Writes texts by their file names and pictures by their endings; returns the paths, pictures last."""
     contents: dict[str, str | bytes] = {**texts}
     contents |= {f"{stem}.{ending}": image for ending, image in pictures.items()}
     with refusing(f"write {out}", then="call the same line again"):
@@ -104,7 +104,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def finite(value: Any) -> Any:
-    """The same as JSON has it: null for what is not finite."""
+    """A value for JSON, with None for numbers that are not finite."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -113,17 +113,17 @@ def finite(value: Any) -> Any:
 
 
 SHORT = 24
-"""Characters of a name that fits beside its curve."""
+"""Longest name, in characters, that fits beside its curve."""
 
 
 def label(name: str, most: int = 80) -> str:
-    """A name or a line in a figure, no formula."""
+    """A text for a figure, with dollars escaped, so that it is not read as a formula."""
     return printable(name, most).replace("$", r"\$")
 
 
 def _images(comparison: Comparison) -> dict[str, bytes]:
-    """Every seed as a stroke, the mean and its interval across, and training losses of the first seed against what was
-    read."""
+    """The figure: for each cell the mean with its interval and every seed as a stroke; and the training losses of the
+    first seed by tokens read."""
     facts = [fact for fact in cell_facts(comparison) if math.isfinite(fact["loss"])][::-1]
     curves = {fact["cell"]: comparison.of(fact["cell"])[0].get("curve") for fact in reversed(facts)}
     drawn = any(curves.values())
@@ -146,7 +146,7 @@ def _images(comparison: Comparison) -> dict[str, bytes]:
                     )
             short = max(len(label(name)) for name in curves) <= SHORT
             finish(other, "first seed", "tokens read", "training loss (nats)", xscale="log", legend=short)
-            if not short:  # names on both sides would leave the axes no room
+            if not short:  # names on both sides would leave no room for the axes
                 one_legend(figure, other, 1)
 
     return images((12 if drawn else 8, 1.5 + max(0.4 * len(facts), 2.5 * drawn)), draw)

@@ -1,9 +1,8 @@
 """Intervals and verdicts from a few seeds: Student's t, paired over seeds, corrected by Holm; and several cells against
 one, with a deviation pooled over them, corrected by Dunnett.
 
-Seeds are few (3 to 10): a bootstrap of so few values takes intervals that are too narrow, t takes them as wide as few
-values call for, where what is averaged is about normal. References: Student (1908); Dunnett (1955);
-Holm (1979).
+With few seeds (3 to 10) a bootstrap gives intervals that are too narrow; t intervals have the right width if the values
+are about normal. References: Student (1908); Dunnett (1955); Holm (1979).
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ Verdict = Literal["better", "worse", "cannot tell"]
 
 
 class Interval(NamedTuple):
-    """A mean, and how far its interval reaches to either side: NaN where one value alone is known."""
+    """A mean, and half the width of its interval: NaN if there is only one value."""
 
     mean: float
     half: float
 
     def text(self, spec: str = ".4f") -> str:
-        """ "mean +- half", without the half where none is known; a sign in the format is of the mean alone."""
+        """The text "mean +- half", or only the mean if half is NaN; a sign in the format only applies to the mean."""
         return f"{self.mean:{spec}}" + ("" if math.isnan(self.half) else f" +- {self.half:{spec.lstrip('+')}}")
 
 
 class Pair(NamedTuple):
-    """Of two cells the mean of first less second over seeds, its interval, p by the t test, p corrected for the number
-    of pairs, and the verdict on the first; smaller is better."""
+    """Comparison of two cells: the mean over seeds of first minus second with its interval, p by the t test, p
+    corrected for the number of pairs, and the verdict on the first; smaller is better."""
 
     first: str
     second: str
@@ -49,7 +48,7 @@ class Pair(NamedTuple):
 
 
 def tail(t: float, freedom: int) -> float:
-    """The probability that Student's t of a whole number of degrees of freedom is beyond +-t.
+    """The probability that |Student's t| exceeds |t|, for an integer number of degrees of freedom.
 
     Source: Abramowitz and Stegun, 26.7.3 and 26.7.4, finite sums. [COMPARE-STAT-D1]
     """
@@ -67,12 +66,12 @@ def tail(t: float, freedom: int) -> float:
 
 
 def critical(freedom: int, level: float = 0.95) -> float:
-    """The t beyond which, to both sides, lies what is outside of `level`."""
+    """The two-sided critical value: Student's t is within +- this with probability `level`."""
     return _root(lambda t: tail(t, freedom), 1 - level)
 
 
 def _root(falling: Callable[[float], float], value: float) -> float:
-    """The number above 0 at which a falling function has a value."""
+    """The positive number at which a decreasing function has a value, by bisection."""
     low, high = 0.0, 1.0
     while falling(high) > value:
         high *= 2
@@ -83,14 +82,15 @@ def _root(falling: Callable[[float], float], value: float) -> float:
 
 
 def dunnett(t: float, others: int, freedom: int) -> float:
-    """The probability that any of `others` differences to one control, of equal truth and equal numbers, is beyond +-t
-    of their common standard error. [COMPARE-STAT-D3]
+    """The probability that any of `others` differences to a control exceeds t standard errors in size, if all true
+    means are equal and all cells have the same number of values. [COMPARE-STAT-D3]
 
-    The differences share the control, X_i - X_0 with correlation 1/2, and the deviation s of `freedom` degrees:
+    The differences X_i - X_0 share the control, so that their correlation is 1/2, and the deviation s, with `freedom`
+    degrees of freedom:
 
         1 - E_s E_z [Phi(z + sqrt(2) t s) - Phi(z - sqrt(2) t s)]^others,   z ~ N(0, 1), s^2 ~ chi^2_freedom / freedom
 
-    by Gauss-Hermite over z and Gauss-Legendre over s; of one it is Student's t. Source: Dunnett (1955).
+    by Gauss-Hermite over z and Gauss-Legendre over s; for one difference it is Student's t. Source: Dunnett (1955).
     """
     if freedom < 1 or others < 1:
         raise ConfigError(f"Dunnett's test needs others and degrees of freedom of at least 1, got {others}, {freedom}")
@@ -113,13 +113,13 @@ def _nodes() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
 
 
 def dunnett_critical(others: int, freedom: int, level: float = 0.95) -> float:
-    """The t beyond which, to both sides, any of `others` differences to one control lies with what is outside of
-    `level`: Dunnett's tables."""
+    """The two-sided critical value of Dunnett's test: all of `others` differences to a control are within +- this many
+    standard errors with probability `level`."""
     return _root(lambda t: dunnett(t, others, freedom), 1 - level)
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Mean and t interval of independent values, one a seed. [COMPARE-STAT-D1]"""
+    """Mean and t interval of independent values, one per seed. [COMPARE-STAT-D1]"""
     mean = statistics.fmean(values)
     if len(values) < 2 or not math.isfinite(mean):
         return Interval(mean, math.nan)
@@ -127,7 +127,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def paired(values: Sequence[float]) -> float:
-    """p of a mean difference of zero: 1 of a single value, and where one is not finite, for nothing can be told."""
+    """p of the t test for a mean difference of zero; 1 for a single value, or if a value is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return 1.0
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
@@ -137,7 +137,7 @@ def paired(values: Sequence[float]) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p values so that the chance of any false finding among all stays below the level. [COMPARE-STAT-D2]"""
+    """p values corrected by Holm's method, which bounds the probability of any false finding. [COMPARE-STAT-D2]"""
     adjusted, most = [0.0] * len(values), 0.0
     for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
         most = max(most, min(1.0, (len(values) - rank) * values[index]))
@@ -146,7 +146,8 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def pairs(losses: Mapping[str, Sequence[float]], level: float = 0.95) -> list[Pair]:
-    """Every two cells compared: a value per seed each, the same seeds in the same order. [COMPARE-STAT-D2]"""
+    """Comparison of every two cells, each with a value per seed, for the same seeds in the same order.
+    [COMPARE-STAT-D2]"""
     if len({len(values) for values in losses.values()}) > 1:
         raise ConfigError("cells are compared over the same seeds; give each the same number of values")
     names = list(combinations(losses, 2))
@@ -169,15 +170,15 @@ def pooled(values: Mapping[str, Sequence[float]]) -> tuple[float, int]:
 
 
 def pooled_intervals(values: Mapping[str, Sequence[float]], level: float = 0.95) -> dict[str, Interval]:
-    """Mean and t interval of each cell by the pooled deviation; NaN where all have one value. [COMPARE-STAT-D3]"""
+    """Mean and t interval of each cell by the pooled deviation; NaN if each has a single value. [COMPARE-STAT-D3]"""
     deviation, freedom = pooled(values)
     reach = critical(freedom, level) * deviation if freedom else math.nan
     return {name: Interval(statistics.fmean(cell), reach / math.sqrt(len(cell))) for name, cell in values.items()}
 
 
 def against(values: Mapping[str, Sequence[float]], reference: str, level: float = 0.95) -> list[Pair]:
-    """Every other cell compared with one, corrected by Dunnett: a value per seed each, as many for all; smaller is
-    better. [COMPARE-STAT-D3]"""
+    """Comparison of every other cell with a reference, corrected by Dunnett's method; all have the same number of
+    values, one per seed; smaller is better. [COMPARE-STAT-D3]"""
     if len({len(cell) for cell in values.values()}) > 1:
         raise ConfigError("cells are compared over the same seeds; give each the same number of values")
     others = [name for name in values if name != reference]

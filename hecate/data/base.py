@@ -1,5 +1,5 @@
-"""Training data: a config, such as a synthetic task, that loads into a source of batches, each a pure function of
-(seed, step); and the cursor over them."""
+"""Training data: configs, such as synthetic tasks, which load a source of batches, each a pure function of (seed,
+step); and the cursor over these batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hecate.errors import ConfigError, DataError
 from hecate.variant import Variant
 
 IGNORED = -100
-"""Target of a position that has no label: the loss and every metric leave it out."""
+"""Target of a position without a label: the loss and every metric leave it out."""
 
 Rows = NDArray[np.int64]
 Split = Literal["train", "validation"]
@@ -28,7 +28,7 @@ Metric = Literal["bits_per_byte", "perplexity", "accuracy"]
 
 
 def places_of(starts: Tensor) -> Tensor:
-    """Number of tokens before each in its document, by where documents begin in rows `[B, T]`: int64 `[B, T]`."""
+    """Position of each token in its document, int64 `[B, T]`; `starts`, bool `[B, T]`, marks where documents start."""
     places = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
     return places - torch.where(starts, places, 0).cummax(1).values
 
@@ -36,8 +36,7 @@ def places_of(starts: Tensor) -> Tensor:
 class Batch(NamedTuple):
     """Tokens and targets, both int64 `[B, T]`; `targets[b, t]` follows `tokens[b, :t+1]`.
 
-    `resets`, bool `[B, T]` or None for nowhere, is true where a document starts: what came before is not to be
-    remembered there.
+    `resets`, bool `[B, T]` or None for nowhere, is true where a document starts: the memory is reset there.
     """
 
     tokens: Tensor
@@ -45,22 +44,22 @@ class Batch(NamedTuple):
     resets: Tensor | None = None
 
     def part(self, rows: range | None = None, span: slice = slice(None)) -> Batch:
-        """The batch of some consecutive rows (None: all), or of a span of positions."""
+        """The part of the batch with some consecutive rows (None: all) and a span of positions."""
         chosen = slice(None) if rows is None else slice(rows.start, rows.stop), span
         return Batch(self.tokens[chosen], self.targets[chosen], None if self.resets is None else self.resets[chosen])
 
 
 def stream(seed: int, split: Split, step: int) -> np.random.Generator:
-    """The random numbers of one batch: independent for every (seed, split, step). [DATA-BASE-D1]
+    """The random generator of one batch: independent for every (seed, split, step). [DATA-BASE-D1]
 
-    numpy rather than `torch.Generator`: a SeedSequence mixes all three numbers into 128 bits, whereas torch's CPU
-    generator keeps 32 bits of its seed, so that two steps of a long run would coincide.
+    It is numpy's rather than `torch.Generator`: a SeedSequence mixes all three numbers into 128 bits, whereas torch's
+    CPU generator only uses 32 bits of its seed, so that two steps of a long run would coincide.
     """
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, get_args(Split).index(split), step))))
 
 
 def as_batch(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
-    """A `Batch` of freshly owned tensors."""
+    """A `Batch` of tensors with copies of these arrays."""
     return Batch(torch.tensor(tokens), torch.tensor(targets))
 
 
@@ -69,19 +68,19 @@ class Source(ABC):
 
     metric: Metric
     fingerprint: str
-    """SHA-256 of everything that decides the batches; a resumed run must find the same one."""
+    """SHA-256 of everything that determines the batches; a resumed run must have the same."""
     carries: bool = False
-    """True if each row of a batch goes on where that row of the batch before ended, with the state it left."""
+    """True if each row of a batch continues the same row of the batch before, with the state it left."""
     ordered: bool = False
-    """True if batches are consecutive parts of one order over the data, instead of draws of their own."""
+    """True if batches are consecutive parts of one order over the data, instead of independent draws."""
     lengths: Tensor | None = None
-    """Bytes of text that each token stands for, int64 `[vocabulary]`; None where a token is a byte or has no text."""
+    """Bytes of text that each token stands for, int64 `[vocabulary]`; None if tokens are bytes, or if not known."""
 
     @abstractmethod
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
         """The training batch of this step: the same arguments always give the same bits.
 
-        `rows`, consecutive ones, gives those of the batch alone, with the bits they have in the whole.
+        `rows`, consecutive ones, returns only those rows, with the same bits as in the whole batch.
         """
 
     @abstractmethod
@@ -90,7 +89,7 @@ class Source(ABC):
 
     @abstractmethod
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
-        """Scores (in `metric`) of simple predictors on these very validation batches, by name."""
+        """Scores (in `metric`) of simple predictors on the same validation batches, by name."""
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the report: sizes and where the data came from."""
@@ -98,7 +97,8 @@ class Source(ABC):
 
 
 class WindowSource(Source):
-    """Windows of a stream of tokens, such as text: `train`, and `validation` after it, are of so many `unit`s."""
+    """A source of windows of a token stream, such as text: `train`, and `validation` after it; lengths are in
+    `unit`s."""
 
     train: Any
     validation: Any
@@ -106,10 +106,10 @@ class WindowSource(Source):
 
     @abstractmethod
     def windows(self, part: Any, starts: Rows, seq_len: int) -> Batch:
-        """Windows of `seq_len` tokens, with the token behind each as its last label."""
+        """The windows of `seq_len` tokens at these starts; the last label is the token after the window."""
 
     def windows_of(self, split: str, seq_len: int) -> int:
-        """Number of windows of a split side by side; the one token more is the last label."""
+        """Number of disjoint windows of a split; one more token is needed as the last label."""
         size = len(self.train if split == "training" else self.validation)
         if size <= seq_len:
             raise DataError(
@@ -119,7 +119,7 @@ class WindowSource(Source):
         return (size - 1) // seq_len
 
     def held_out_starts(self, batch_size: int, seq_len: int, batches: int) -> Rows:
-        """Starts of validation windows that share no label, spread evenly."""
+        """Starts of disjoint validation windows, spread evenly."""
         available = self.windows_of("validation", seq_len)
         count = min(batch_size * batches, available)
         return np.arange(count, dtype=np.int64) * available // count * seq_len
@@ -139,19 +139,19 @@ class DataConfig(Variant, family="data"):
 
     @property
     def carries(self) -> bool:
-        """True if rows go on from batch to batch, as `Source.carries`."""
+        """True if rows continue from batch to batch, as in `Source.carries`."""
         return False
 
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of text to token ids and back, read without the data; None for data that are no text."""
+        """Tokenizer from text to token ids and back, opened without the data; None for data that are not text."""
         return None
 
     def length(self) -> int | None:
-        """The fixed sequence length of a task; None when any length can be cut from a text."""
+        """The fixed sequence length of a task; None for data that can be cut into windows of any length."""
         return None
 
     def load(self) -> Source:
-        """Reads or prepares the data; raises `DataError` when it cannot be used."""
+        """Reads or prepares the data; raises `DataError` if they cannot be used."""
         raise NotImplementedError(f"{type(self).__name__} does not define load")
 
 
@@ -161,9 +161,8 @@ VALIDATION_SEED = 0
 class Task(DataConfig):
     """A synthetic task: `sample` gives rows, `chances` the accuracy of guessing.
 
-    Every task has a fixed length and labels only the positions whose answer the row determines. Training sees fresh
-    rows, or the same `examples`, all of them in every epoch and in another order; validation rows are always fresh.
-    [DATA-BASE-D1]
+    Every task has a fixed length, and labels only the positions whose answer the row determines. Training uses fresh
+    rows, or a fixed set of `examples`, shuffled anew in every epoch; validation rows are always fresh. [DATA-BASE-D1]
     """
 
     examples: int | None = Field(
@@ -171,12 +170,12 @@ class Task(DataConfig):
     )
 
     def vocabulary(self) -> int:
-        """Number of token ids the model must know: the field `vocab_size`, where a task does not say otherwise."""
+        """Number of token ids the model must know: by default the field `vocab_size`."""
         size = vars(self).get("vocab_size")
         return super().vocabulary() if size is None else int(size)
 
     def length(self) -> int | None:
-        """Length of its sequences: the field `seq_len`, where a task does not say otherwise."""
+        """Length of its sequences: by default the field `seq_len`."""
         length = vars(self).get("seq_len")
         return super().length() if length is None else int(length)
 
@@ -185,11 +184,11 @@ class Task(DataConfig):
         raise NotImplementedError(f"{type(self).__name__} does not define sample")
 
     def chances(self) -> dict[str, float]:
-        """Expected accuracy of predictors that know nothing but the format, by name."""
+        """Expected accuracy of predictors that only know the format, by name."""
         raise NotImplementedError(f"{type(self).__name__} does not define chances")
 
     def of_length(self, length: int) -> Self:
-        """The same task with sequences of this length; `ConfigError` where its other fields decide that."""
+        """The same task with sequences of this length; `ConfigError` if the length follows from other fields."""
         if length == self.length():
             return self
         if "seq_len" not in type(self).model_fields:
@@ -214,10 +213,10 @@ class TaskSource(Source):
         if task.examples is not None:
             size = 2 * 8 * task.examples * (task.length() or 1)  # tokens and targets, int64
             check_room(size, f"examples: {task.examples:,} of task {task.kind!r}", "lower data.examples")
-        fresh = {"examples"} if task.examples is None else None  # as before the field was
+        fresh = {"examples"} if task.examples is None else None  # the fingerprint stays as before there was this field
         self.fingerprint = hashlib.sha256(task.model_dump_json(exclude=fresh).encode()).hexdigest()
-        self._examples: tuple[int, tuple[Rows, Rows]] | None = None  # of a seed
-        self._orders: dict[tuple[int, int], Rows] = {}  # by seed and epoch, those of the last batch
+        self._examples: tuple[int, tuple[Rows, Rows]] | None = None  # seed, and the examples drawn with it
+        self._orders: dict[tuple[int, int], Rows] = {}  # orders of the last batch's epochs, by seed and epoch
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
         self._check(seq_len)
@@ -228,8 +227,8 @@ class TaskSource(Source):
         return batch if rows is None else batch.part(rows)
 
     def _of_examples(self, count: int, seed: int, step: int, batch_size: int) -> Batch:
-        """The next of the examples, in an order of its own every epoch. Stream 0 draws them, e + 1 the order of epoch
-        e."""
+        """A batch of the next examples, in a new order every epoch. Stream 0 draws the examples, stream e + 1 the order
+        of epoch e."""
         if self._examples is None or self._examples[0] != seed:
             self._examples = seed, self.task.sample(stream(seed, "train", 0), count)
         epochs, places = np.divmod(np.arange(step * batch_size, (step + 1) * batch_size), count)
@@ -262,11 +261,11 @@ class TaskSource(Source):
 
 
 class Loader:
-    """Training batches in order; the whole state is five plain values. [DATA-LOADER-D1]
+    """Cursor over training batches in order; its whole state is five plain values. [DATA-LOADER-D1]
 
-    The batch of a step depends on (seed, step) alone, so resuming needs no replay and no generator state. `rows` are
-    those of the batch that this process reads (None: all); they are no part of the state, so that a run goes on in
-    another number of processes. [DATA-LOADER-D2]
+    The batch of a step only depends on (seed, step), so that resuming needs no replay and no generator state. `rows`
+    are the rows of each batch that this process reads (None: all). They are not part of the state, so that a run can be
+    resumed with another number of processes. [DATA-LOADER-D2]
     """
 
     def __init__(self, source: Source, *, seed: int, batch_size: int, seq_len: int, rows: range | None = None) -> None:
@@ -277,18 +276,18 @@ class Loader:
         self.step = 0
 
     def next(self) -> Batch:
-        """The rows of the batch at the cursor; advances the cursor by one."""
+        """This process's rows of the batch at the cursor; advances the cursor by one."""
         some = () if self.rows is None else (self.rows,)
         batch = self.source.train_batch(self.seed, self.step, self.batch_size, self.seq_len, *some)
         self.step += 1
         return batch
 
     def state_dict(self) -> dict[str, int | str]:
-        """The cursor, and what must be equal for it to mean the same batches."""
+        """The cursor, with the values that must be equal for it to mean the same batches."""
         return {"step": self.step, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Moves the cursor; refuses a cursor over other data."""
+        """Moves the cursor to a saved one; refuses a cursor over other data."""
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise DataError(

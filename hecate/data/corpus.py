@@ -1,4 +1,5 @@
-"""Documents of files: text, JSON lines and Parquet, plain or compressed, one after the other and never all at once."""
+"""Documents of files: text, JSON lines and Parquet, plain or compressed, read one after the other, never all at
+once."""
 
 from __future__ import annotations
 
@@ -21,15 +22,14 @@ PACKED = (".gz", ".zst")
 MAX_DOCUMENT, MAX_LINE = 1 << 27, 1 << 24
 """Bytes of the longest document, and of the longest line of JSON, whose values may take 24 times as much memory."""
 _ROWS, _AT_ONCE = 1024, 1 << 26
-"""Rows of Parquet that are read at once, and bytes that they may take unless one row alone takes more."""
+"""Rows of Parquet read at once, and bytes that they may take, unless a single row takes more."""
 GLOB, _SHOWN = frozenset("*?["), 8
 
 
 class Limits(NamedTuple):
-    """Ceilings of what is held at once, in bytes of what a file unpacks to.
+    """Limits of what is held in memory at once, in uncompressed bytes.
 
-    `cut`: of a text that is one document this many bytes are read, however long it is; None refuses one that is longer
-    than `document`.
+    `cut`: a text that is one document is cut after this many bytes; None refuses one longer than `document`.
     """
 
     document: int = MAX_DOCUMENT
@@ -38,12 +38,12 @@ class Limits(NamedTuple):
 
 
 def find(inputs: Sequence[str]) -> list[Path]:
-    """The files that inputs name: files, folders (all that can be read below) and globs; sorted, each once."""
+    """The files that inputs name: files, folders (all readable files below) and globs; sorted, each once."""
     paths: set[Path] = set()
     for text in inputs:
         try:
             matches = _matches(text)
-        except (OSError, ValueError) as error:  # names that no file can have, such as a**b or too long ones
+        except (OSError, ValueError) as error:  # impossible names, such as a**b or too long ones
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"cannot read {shorten(text)}: {reason}; name files, folders or globs") from None
         if not matches:
@@ -64,7 +64,7 @@ def _matches(text: str) -> list[Path]:
 
 
 def files_of(text: str, wanted: Callable[[Path], bool]) -> list[Path]:
-    """A file, those below a folder that are wanted, or those that match a pattern; none where a text is none of it."""
+    """The file of this name, the `wanted` files below a folder, or the files that match a pattern; else none."""
     path = Path(text)
     if path.is_dir():
         return [p for p in path.rglob("*") if p.is_file() and wanted(p)]
@@ -90,8 +90,8 @@ def documents(
 ) -> Iterator[str]:
     """The documents of a file, in order; `DataError` names the place that cannot be read. [DATA-CORPUS-D1]
 
-    A text is one document, or those between lines that are `separator`; a line of JSON and a row of Parquet have theirs
-    in the `field`. Nothing is unpacked beyond `limits`. [DATA-CORPUS-D3]
+    A text is one document, or several between lines equal to `separator`; a line of JSON and a row of Parquet have
+    theirs in the field `field`. Nothing is unpacked beyond `limits`. [DATA-CORPUS-D3]
     """
     kind = _suffix(path)
     with reading(path, ""):
@@ -146,7 +146,7 @@ def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) ->
 
 
 def _read_most(file: BinaryIO, most: int) -> bytearray:
-    """The first bytes of a file, in memory that grows with them: `read` would reserve `most`."""
+    """The first bytes of a file, at most `most`; memory grows as they are read, while `read` would reserve `most`."""
     content = bytearray()
     while len(content) < most and (piece := file.read(min(most - len(content), 1 << 20))):
         content += piece
@@ -182,7 +182,7 @@ def _lines(path: Path, file: BinaryIO, field: str, limits: Limits) -> Iterator[s
 
 
 def _field(record: Any, field: str, where: str, limits: Limits) -> str:
-    """The text of a record; `DataError` says what stands there in its place."""
+    """The text of a record; `DataError` says what is there instead."""
     if isinstance(record, dict) and field in record:
         return _text(record[field], f"{where} has", f"field {shorten(field)}", limits)
     has = _some_of(record) or "nothing at all" if isinstance(record, dict) else _in_words(record)
@@ -208,7 +208,7 @@ def _in_words(value: Any) -> str:
 
 
 def _some_of(names: Iterable[str]) -> str:
-    """Names, the first few of many."""
+    """Names as a text, at most the first few."""
     first = [shorten(name) for name in islice(names, _SHOWN + 1)]
     return ", ".join(first[:_SHOWN]) + (" and more" if first[_SHOWN:] else "")
 
@@ -216,7 +216,7 @@ def _some_of(names: Iterable[str]) -> str:
 def _rows(path: Path, field: str, limits: Limits) -> Iterator[str]:
     parquet, arrow = library("pyarrow.parquet"), library("pyarrow")
     try:
-        # without `pre_buffer`, which would hold a whole row group
+        # Without `pre_buffer`, which would hold a whole row group in memory.
         with path.open("rb") as file, parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:
             _check_column(path, table.schema_arrow, field, arrow.types)
             number = 0
@@ -232,7 +232,7 @@ def _rows(path: Path, field: str, limits: Limits) -> Iterator[str]:
 
 
 def _check_column(path: Path, schema: Any, field: str, types: Any) -> None:
-    """The column is there, once, and has texts."""
+    """Refuses a table without the column, with several of that name, or with other values than texts in it."""
     if field not in schema.names:
         raise DataError(f"{path} has no column {shorten(field)}, but {_some_of(schema.names)}; name it with --field")
     if schema.names.count(field) > 1:
@@ -247,32 +247,32 @@ def _check_column(path: Path, schema: Any, field: str, types: Any) -> None:
 
 
 def _largest(path: Path, file: BinaryIO, group: Any, field: str, limits: Limits) -> int:
-    """Bytes of the largest page of a column in a row group, refused beyond the limit."""
+    """Bytes of the largest page of a column in a row group; refuses a page beyond the limit."""
     chunks = (group.column(index) for index in range(group.num_columns))
     chunk = next(chunk for chunk in chunks if chunk.path_in_schema == field)
     try:
         size = largest_page(file, chunk)
     except (ValueError, OverflowError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
-    most = limits.document + _AT_ONCE  # a document, and what may stand ahead of it
+    most = limits.document + _AT_ONCE  # a document, and others before it in the page
     if size > most:
         raise _too_long(f"{path} has in column {shorten(field)} a page", most, "write smaller ones", "--max-document")
     return size
 
 
-# Sizes of the pages of a Parquet column, before a reader allocates them: the footer of a file says what a column
-# unpacks to, and may say anything; the header ahead of each page says what the page does, and is what the reader goes
-# by. Headers are structs in Thrift's compact protocol.
+# Sizes of the pages of a Parquet column, before a reader allocates them. The footer of a file states the uncompressed
+# size of a column, but may be wrong; readers allocate by the header of each page, so these are read here. Headers are
+# structs in Thrift's compact protocol.
 _UNPACKED, _PACKED = 2, 3  # fields of a PageHeader
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 _DEEPEST = 16
 
 
 def largest_page(file: BinaryIO, chunk: Any) -> int:
-    """Bytes of the largest page of a column chunk, given its metadata of pyarrow, once it is unpacked.
+    """Uncompressed bytes of the largest page of a column chunk, given pyarrow's metadata of it.
 
-    No value of the chunk is longer: a page has it whole, or has the part that differs from those before.
-    Raises ValueError for what are no pages.
+    No value of the chunk is longer: a page has it whole, or the part in which it differs from the value before.
+    Raises ValueError for bytes that are not pages.
     """
     begin = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < begin:
@@ -289,7 +289,7 @@ def largest_page(file: BinaryIO, chunk: Any) -> int:
 
 
 def _struct(file: BinaryIO, depth: int) -> dict[int, int]:
-    """The whole numbers of a struct by their field; all else is passed over."""
+    """The integers of a struct by field; other fields are skipped."""
     if depth > _DEEPEST:
         raise ValueError("a page's header is nested too deeply")
     numbers: dict[int, int] = {}
@@ -305,7 +305,7 @@ def _struct(file: BinaryIO, depth: int) -> dict[int, int]:
 
 
 def _pass(file: BinaryIO, kind: int, depth: int) -> None:
-    """Moves behind a value; a bool in a struct has no bytes."""
+    """Skips a value; a bool in a struct has no bytes."""
     if kind == _BINARY:
         file.seek(_varint(file), 1)
     elif kind == _STRUCT:

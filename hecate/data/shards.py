@@ -1,7 +1,7 @@
 """Tokens on disk: a folder of shards with its sidecar `tokens.json`, and the `.bin` files of nanoGPT, as one stream.
 
-A shard is a file of token ids, uint16 or uint32, little endian, and one of the places in it where documents start,
-uint64. What is read is read with `pread`: pages of a mapped file would count as memory of the process.
+A shard is a file of token ids, uint16 or uint32, little endian, and a file of the positions at which documents start,
+uint64. Files are read with `pread`: pages of a mapped file would count as memory of the process.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Number = Annotated[Count, Field(ge=0)]
 NANOGPT, NANOGPT_HEADER = 20240520, 1024
-"""First of 256 int32 that stand ahead of a nanoGPT shard's tokens, and their bytes."""
+"""First of the 256 int32 in the header of a nanoGPT shard, and the header's size in bytes."""
 OTHER_MAGIC = 20240801
 _MOST_OPEN, _MOST_BYTES, _MOST_STARTS = 64, 1 << 26, 1 << 24
-"""Files that are open at once; bytes of a sidecar; starts of documents that are read beyond one a token."""
+"""Limits: files open at once; bytes of a sidecar; starts of documents read beyond one per token."""
 
 
 class Shard(Config):
-    """Files of a shard: tokens and the starts of documents; `text` bytes of text are in it."""
+    """Files of a shard: tokens, and the starts of documents; `text` is the number of bytes of text in it."""
 
     file: FileName
     tokens: Number
@@ -60,10 +60,10 @@ class Sidecar(Config):
     """Contents of a folder's `tokens.json`. [DATA-SHARD-D1]
 
     Fields:
-        dtype, vocabulary: of the tokens.
-        tokenizer: SHA-256 of `tokenizer.json` beside it; None for bytes.
+        dtype, vocabulary: dtype of the stored tokens, number of token ids.
+        tokenizer: SHA-256 of `tokenizer.json` in the folder; None for bytes.
         end: token that ends every document; None without one.
-        lengths: SHA-256 of `lengths.bin`, uint32, the bytes of text of every token; None where tokens do not tell.
+        lengths: SHA-256 of `lengths.bin`, uint32, the bytes of text of every token; None if they are not known.
         train, validation: shards in the order of their documents.
     """
 
@@ -76,19 +76,19 @@ class Sidecar(Config):
     validation: tuple[Shard, ...]
 
     def text(self) -> str:
-        """The file's text, with a digest over all of it."""
+        """The text of the file, with a digest of its content."""
         content = self.model_dump(mode="json")
         document = {"format": FORMAT, "version": VERSION, "digest": digest_of(content), "content": content}
         return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 
 def digest_of(content: Any) -> str:
-    """SHA-256 of plain values."""
+    """SHA-256 of plain values, as canonical JSON."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_sidecar(folder: Path) -> Sidecar:
-    """The sidecar of a folder; `DataError` says why there is none that can be used."""
+    """The sidecar of a folder; `DataError` says why it is missing or cannot be used."""
     path = folder / SIDECAR
     with reading(path, "make the folder with `hecate data tokenize`"):
         text = read_file(path, _MOST_BYTES + 1)
@@ -124,7 +124,8 @@ def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:
 
 
 class TokenFile(NamedTuple):
-    """Tokens in a file: `tokens` of them from byte `begin` on; `starts` is of their documents, None where unknown."""
+    """Tokens in a file: `tokens` of them from byte `begin` on; `starts` is the file of the starts of documents, None
+    if unknown."""
 
     path: Path
     dtype: str
@@ -135,7 +136,7 @@ class TokenFile(NamedTuple):
     starts_sha256: str | None = None
 
     def check(self) -> None:
-        """Refuses files that are not there or not of the size that they must have. [DATA-SHARD-D2]"""
+        """Refuses files that are missing, or not of the size that they must have. [DATA-SHARD-D2]"""
         width = np.dtype(self.dtype).itemsize
         _check_size(self.path, self.begin + width * self.tokens)
         if self.starts is not None:
@@ -160,7 +161,7 @@ def files_of(folder: Path, sidecar: Sidecar, split: Split) -> list[TokenFile]:
 
 
 def nanogpt_file(path: Path) -> TokenFile:
-    """A `.bin` of uint16 tokens: with nanoGPT's header, or without one. [DATA-SHARD-D4]"""
+    """A `.bin` file of uint16 tokens, with nanoGPT's header or without one. [DATA-SHARD-D4]"""
     with reading(path, ""), path.open("rb") as file:
         size, head = path.stat().st_size, file.read(12)
     whole = np.frombuffer(head[: len(head) // 4 * 4], dtype="<i4").tolist()
@@ -179,7 +180,8 @@ def nanogpt_file(path: Path) -> TokenFile:
 
 
 class TokenStream:
-    """Files of tokens as one stream, or the part `begin .. end` of it; nothing of it is held. [DATA-SHARD-D3]"""
+    """Files of tokens as one stream, or the part `begin .. end` of it; tokens are read on demand, and not kept.
+    [DATA-SHARD-D3]"""
 
     def __init__(self, files: Sequence[TokenFile], begin: int = 0, end: int | None = None) -> None:
         for file in files:
@@ -193,7 +195,7 @@ class TokenStream:
         weakref.finalize(self, _close, self._open)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Numbers of open files are this stream's alone: to a copy they may be another file's before long.
+        # File descriptors belong to this stream only: in a copy the same numbers could be other files.
         return {**vars(self), "_open": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -205,7 +207,7 @@ class TokenStream:
 
     @property
     def has_starts(self) -> bool:
-        """True if it is known where documents start."""
+        """True if all files have the starts of their documents."""
         return all(file.starts is not None for file in self.files)
 
     def read(self, at: int, count: int) -> NDArray[np.int64]:
@@ -230,7 +232,7 @@ class TokenStream:
         return np.concatenate(places)
 
     def next_start(self, at: int) -> int | None:
-        """The first document that starts at or after a token; None where there is none."""
+        """The first start of a document at or after a token; None if there is none."""
         for file, first, _, before in self._parts(at, len(self)):
             index = self._first_at(file, first)
             if index < file.documents:
@@ -242,7 +244,7 @@ class TokenStream:
         return TokenStream(self.files, self.begin + begin, self.begin + end)
 
     def _parts(self, at: int, end: int) -> Iterator[tuple[TokenFile, int, int, int]]:
-        """Files that hold tokens `at .. end`, the tokens of each, and how many tokens stand before the file."""
+        """Files that hold tokens `at .. end`, the first and last token in each, and the number of tokens before it."""
         at, end = at + self.begin, end + self.begin
         index = bisect_left(self._ends, at + 1)
         while at < end:
@@ -253,15 +255,15 @@ class TokenStream:
             at, index = last, index + 1
 
     def _first_at(self, file: TokenFile, place: int) -> int:
-        """The number of the first document that starts at or after a place; only starts that are compared are read."""
+        """The index of the first document that starts at or after a place; reads only the starts that it compares."""
         return bisect_left(range(file.documents), place, key=lambda n: int(self._places(file, n, n + 1)[0]))
 
     def _places(self, file: TokenFile, first: int, last: int) -> NDArray[np.int64]:
-        """Starts of some documents in their file."""
+        """Starts of the documents `first .. last` of a file, within that file."""
         path = file.starts
         if path is None:
             raise DataError(f"nothing says where documents start in {file.path}")
-        # Before it steers a reset; it has 8 bytes a document, little beside its tokens.
+        # Verified before the first use, as starts decide where memories are reset; the file is small.
         if file.starts_sha256 is not None and path not in self._checked:
             if file_sha256(path) != file.starts_sha256:
                 raise DataError(f"{path} is damaged: its SHA-256 is not what its folder says; put it back")
@@ -303,7 +305,7 @@ def hashes_of(folder: Path, sidecar: Sidecar) -> dict[Path, str]:
 
 
 def lengths_of(folder: Path, sidecar: Sidecar) -> NDArray[np.int64] | None:
-    """Bytes of text of every token."""
+    """Bytes of text of every token, int64 `[vocabulary]`; None if not known."""
     if sidecar.lengths is None:
         return None
     path = folder / LENGTHS
@@ -315,7 +317,7 @@ def lengths_of(folder: Path, sidecar: Sidecar) -> NDArray[np.int64] | None:
 
 
 def first_documents(folder: Path, count: int, most: int = 200) -> list[tuple[int, str]]:
-    """Tokens and first characters of the first training documents of a folder."""
+    """Number of tokens and first characters of each of the first training documents of a folder."""
     sidecar = read_sidecar(folder)
     stream, tokenizer = TokenStream(files_of(folder, sidecar, "train")), tokenizer_of(folder, sidecar)
     documents: list[tuple[int, str]] = []

@@ -1,5 +1,5 @@
-"""Synthetic tasks, whose batches are generated: copying, recall with and without overwriting, formal languages, whose
-next state needs all that was read, and the tasks of mechanistic architecture design."""
+"""Synthetic tasks with generated batches: copying, recall with and without overwriting, formal languages that need
+state tracking, and the tasks of mechanistic architecture design."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hecate.variant import Conflicts
 
 
 def distinct(rng: np.random.Generator, rows: int, pool: int, count: int) -> Rows:
-    """`count` distinct numbers below `pool` in random order for each row: int64 `[rows, count]`."""
+    """`count` distinct numbers below `pool`, in random order, for each row: int64 `[rows, count]`."""
     return np.argsort(rng.random((rows, pool)), axis=1)[:, :count].astype(np.int64)
 
 
 class Copy(Task):
     """copy: s1 ... sn | s1 ... sn, where the second half is predicted.
 
-    n symbols (ids 1 .. V-1) drawn with replacement, the delimiter 0, and the symbols again but the last, which no label
-    needs. From the delimiter on, each position is labelled with the next symbol.
+    n symbols (ids 1 .. V-1) drawn with replacement, the delimiter 0, and the symbols again except the last, after which
+    there is no label. From the delimiter on, each position is labelled with the next symbol.
 
     Shapes: tokens, targets `[rows, 2 n]`, n labels per row.
     Cost: O(rows n).
@@ -53,8 +53,8 @@ class MQAR(Task):
 
     The recall task of the Zoology study. N pairs without repeated keys (ids 1 .. V/2-1) or values (ids V/2 .. V-1);
     then the keys return in slots of two tokens, at gaps g drawn without replacement with p(g) proportional to
-    g^(power-1), so most queries follow soon and a few wait long. The label, the key's value, stands at the query
-    itself: the model answers after reading the key. Everything else is filler, random ids when `random_filler`,
+    g^(power-1), so that most queries come soon and a few much later. The label, the key's value, is at the query
+    itself: the model answers after reading the key. All other tokens are filler, random ids with `random_filler`,
     otherwise 0.
 
     Shapes: tokens, targets `[rows, seq_len]`, N labels per row.
@@ -103,8 +103,8 @@ class MQAR(Task):
     def _gaps(self, rng: np.random.Generator, rows: int) -> Rows:
         """Query slots `[rows, num_pairs]`, drawn one after the other without replacement.
 
-        Sorting E_g / p(g) with standard exponential E_g is the same law as drawing and removing: the smallest of
-        independent exponentials with rates p(g) is g with probability p(g), and so on.
+        Sorting by E_g / p(g), with standard exponential E_g, has the same distribution as drawing and removing: the
+        smallest of independent exponentials with rates p(g) is g with probability p(g), and so on.
         """
         slots = self.seq_len // 2 - self.num_pairs
         weights = np.arange(1, slots + 1, dtype=np.float64) ** (self.power - 1)
@@ -122,8 +122,8 @@ class Retrieval(Task):
     The two settings of the fast weight programmer study, as tokens: keys are ids 1 .. S, values S+1 .. 2S. Without
     `replacement` every key and every value occurs once (L = S): capacity. With it both are drawn with replacement (L =
     2S) and the label is the value written last: overwriting, which a sum of outer products cannot do and a delta rule
-    can. `queries` keys, distinct and uniform among those that occurred, are asked at the end; where fewer occurred the
-    rest is the unlabelled filler 0.
+    can. `queries` keys, distinct and uniform among those that occurred, are asked at the end; if fewer occurred, the
+    remaining queries are the unlabelled filler 0.
 
     Shapes: tokens, targets `[rows, 2 L + queries]`, at most `queries` labels per row.
     Cost: O(rows S log S), vectorised.
@@ -163,7 +163,7 @@ class Retrieval(Task):
         last = np.full((rows, size), -1, dtype=np.int64)
         for position in range(pairs):  # in order, so that a later value replaces an earlier one
             np.put_along_axis(last, keys[:, position, None], values[:, position, None], axis=1)
-        # Keys that never occurred get a score above every draw, so they are asked last, as filler.
+        # Keys that never occurred get a score above every draw, so that they come last, as filler.
         score = rng.random((rows, size)) + 2.0 * (last < 0)
         asked = np.argsort(score, axis=1)[:, : self.queries]
         answer = np.take_along_axis(last, asked, axis=1)
@@ -181,8 +181,8 @@ class Retrieval(Task):
 class Parity(Task):
     """parity: x1 x2 ... in {0, 1}, each labelled with (x1 + ... + xt) mod 2.
 
-    Every prefix of a row is an example of its own, so one length teaches all up to it. A model that keeps a count
-    answers at any length; one that has learnt the lengths of training does not.
+    Every prefix of a row is an example, so that one length trains all up to it. A model that keeps a running count
+    generalises to any length; one that has only learnt the lengths of training does not.
 
     Shapes: tokens, targets `[rows, seq_len]`; every position is labelled.
     Cost: O(rows seq_len).
@@ -229,12 +229,12 @@ class ModularCounting(Task):
 
 
 class Permutations(Task):
-    """permutations: x1 x2 ... in S_n, each labelled with the product xt ... x1: first x1, then x2.
+    """permutations: x1 x2 ... in S_n, each labelled with the product xt ... x1, x1 applied first.
 
     The word problem of the symmetric group of `degree` letters. Ids are the permutations in lexicographic order, 0 the
     identity. `elements` "all" draws words from the whole group, "swaps" from its transpositions, "generators" from the
-    first swap, the cycle of all letters and its inverse. S_5 is the smallest that is not solvable: models whose state
-    moves along a diagonal cannot follow it at a fixed depth.
+    first swap, the cycle of all letters and its inverse. S_5 is the smallest that is not solvable: models with diagonal
+    state transitions cannot track it at a fixed depth.
 
     Shapes: tokens, targets `[rows, seq_len]`; every position is labelled.
     Cost: O(rows seq_len), and a table of n!^2 numbers, at most 720^2.
@@ -276,16 +276,16 @@ def _sums(rng: np.random.Generator, rows: int, length: int, modulus: int) -> tup
 
 
 def _swaps(degree: int) -> list[tuple[int, ...]]:
-    """The transpositions."""
+    """All transpositions of `degree` letters."""
     return [tuple({a: b, b: a}.get(n, n) for n in range(degree)) for a, b in combinations(range(degree), 2)]
 
 
 def _generators(degree: int) -> list[tuple[int, ...]]:
-    """Permutations of which every one is a product: a swap, a cycle, and back."""
+    """Generators of the group: a swap, a cycle of all letters, and its inverse."""
     return list(dict.fromkeys(((1, 0, *range(2, degree)), (*range(1, degree), 0), (degree - 1, *range(degree - 1)))))
 
 
-# The six tasks of mechanistic architecture design (MAD), each labelled where its answer is determined.
+# The six tasks of mechanistic architecture design (MAD); each labels the positions whose answer is determined.
 
 Length = Field(128, ge=4, le=1 << 20)
 
@@ -296,15 +296,15 @@ def _check_even(length: int) -> Conflicts:
 
 
 class MADRecall(Task):
-    """mad_recall: k v k v ... with keys that return; a key that was seen before is labelled with its value.
+    """mad_recall: k v k v ... with repeated keys; a key that occurred before is labelled with its value.
 
-    In-context recall with several queries. The lower half of the ids are keys, the upper half values; a row draws its
-    own value for each key, and its keys with replacement; the last key was seen before, so every row has a label. The
-    label stands at the key.
+    In-context recall with several queries. The lower half of the ids are keys, the upper half values. Each row draws a
+    value for each key, and its keys with replacement; its last key occurred before, so that every row has a label. The
+    label is at the key.
 
     Shapes: tokens, targets `[rows, seq_len]`, an even length.
     Cost: O(rows (seq_len + vocab_size)), vectorised over rows.
-    Warning: MAD trains on every next token and counts these labels alone; here training sees these labels alone, too.
+    Warning: MAD trains on every next token and evaluates on these labels; here training uses only these labels, too.
     References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844).
     [DATA-MAD-D1]
     """
@@ -324,13 +324,13 @@ class MADRecall(Task):
 
 
 class MADNoisyRecall(Task):
-    """mad_noisy_recall: mad_recall where a share `noise` of the pairs are two tokens that mean nothing.
+    """mad_noisy_recall: mad_recall in which a share `noise` of the pairs is replaced by two noise tokens.
 
-    The `noise_vocab` last ids are noise. The first pair and the last are never noise, so every row has a label.
+    The last `noise_vocab` ids are noise. The first and last pair are never noise, so that every row has a label.
 
     Shapes: tokens, targets `[rows, seq_len]`, an even length.
     Cost: O(rows (seq_len + vocab_size)), vectorised over rows.
-    Warning: as for mad_recall. MAD keeps one pair at a random place free of noise, here it is the first.
+    Warning: as for mad_recall. MAD keeps one pair at a random place free of noise; here it is the first.
     References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844).
     [DATA-MAD-D1]
     """
@@ -364,16 +364,16 @@ class MADNoisyRecall(Task):
 
 
 class MADFuzzyRecall(Task):
-    """mad_fuzzy_recall: mad_recall whose keys are `key_size` tokens and whose values 1 to `value_size`.
+    """mad_fuzzy_recall: mad_recall with keys of `key_size` tokens and values of 1 to `value_size` tokens.
 
-    A key is `key_size` different ids of the lower half, a value a drawn number of different ids of the upper half. The
-    last key of a row was seen before; of every key that was, all tokens of its value are labels. What is left at the
-    front is the pad, the last id, without labels.
+    A key is `key_size` different ids of the lower half, a value a random number of different ids of the upper half. The
+    last key of a row occurred before; after every key that did, all tokens of its value are labels. The remaining
+    places at the front are padding, the last id, without labels.
 
     Shapes: tokens, targets `[rows, seq_len]`.
-    Cost: a loop over the pairs of each row: milliseconds a batch.
-    Warning: as for mad_recall. MAD trains on keys of 1 to `key_size` tokens and evaluates on those of `key_size`; a
-    shorter key that another one begins with determines no answer, so here all have `key_size`.
+    Cost: a loop over the pairs of each row: milliseconds per batch.
+    Warning: as for mad_recall. MAD trains on keys of 1 to `key_size` tokens and evaluates on keys of `key_size`; the
+    answer to a shorter key that is the beginning of another is not determined, so here all keys have `key_size`.
     References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844).
     [DATA-MAD-D2]
     """
@@ -416,7 +416,7 @@ class MADFuzzyRecall(Task):
         return tokens, targets
 
     def _row(self, rng: np.random.Generator) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Pairs of a row in order: as many as fit ahead of the last one, whose key is one of theirs."""
+        """Pairs of a row in order: as many as fit, then a last one, whose key is one of the others'."""
         keys, longest = (self.vocab_size - 1) // 2, self.key_size + self.value_size
         values: dict[tuple[int, ...], tuple[int, ...]] = {}
         pairs, used = [], 0
@@ -436,12 +436,12 @@ class MADFuzzyRecall(Task):
 class MADSelectiveCopy(Task):
     """mad_selective_copy: `symbols` tokens among blanks, a sign, and as many blanks, labelled with them in order.
 
-    Symbols (ids 0 .. V-3) stand at random places among blanks (V-2); after the sign V-1 come as many blanks as
-    symbols, each labelled with the symbol of its number.
+    Symbols (ids 0 .. V-3) are at random places among blanks (V-2). After the sign V-1 come as many blanks as symbols;
+    the n-th is labelled with the n-th symbol.
 
     Shapes: tokens, targets `[rows, seq_len]`, `symbols` labels per row.
     Cost: O(rows seq_len log seq_len), vectorised.
-    Warning: MAD's own places never have a blank between the last symbol and the sign; here all places are alike.
+    Warning: MAD never has a blank between the last symbol and the sign; here all places are equally likely.
     References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844); Mamba
     (Gu and Dao, 2023, arXiv 2312.00752). [DATA-MAD-D3]
     """
@@ -471,16 +471,16 @@ class MADSelectiveCopy(Task):
 
 
 class MADCompression(Task):
-    """mad_compression: x1 ... xn, a sign, and the places 1 ... n in random order, each labelled with what stood there.
+    """mad_compression: x1 ... xn, a sign, and the places 1 ... n in random order, each labelled with its symbol.
 
-    Everything is to be kept, and any of it asked for: a state of constant size has to compress the row. Symbols are ids
-    0 .. V-2, the sign V-1, places V .. V+n-1, with n = (seq_len - 1) / 2.
+    Every symbol has to be remembered: a state of constant size has to compress the row. Symbols are ids 0 .. V-2, the
+    sign V-1, places V .. V+n-1, with n = (seq_len - 1) / 2.
 
     Shapes: tokens, targets `[rows, seq_len]`, an odd length; n labels per row.
     Cost: O(rows seq_len log seq_len), vectorised.
-    Warning: MAD decodes the row from the model's output at the sign alone, with a decoder beside the model that is told
-    the place; a causal language model has none, so its state is what is measured here, and MAD's figures do not
-    compare.
+    Warning: MAD decodes the row from the model's output at the sign, with a separate decoder that gets the place as
+    input. A causal language model has no such decoder, so this task measures its state instead, and MAD's figures do
+    not compare.
     References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844).
     [DATA-MAD-D4]
     """
@@ -510,10 +510,10 @@ class MADCompression(Task):
 
 
 class MADMemorization(Task):
-    """mad_memorization: k ? k ? ..., each ? labelled with the value that its key has in every row.
+    """mad_memorization: k ? k ? ..., each ? labelled with the value of the key before it, the same in every row.
 
-    Facts, held by the weights: keys (the lower half of the ids) have values (different ids of the upper half) that
-    `facts`, a seed, fixes once for training and validation. The sign ? is the last id.
+    Facts to be learnt by the weights: keys (the lower half of the ids) have values (different ids of the upper half)
+    that the seed `facts` fixes for training and validation. The sign ? is the last id.
 
     Shapes: tokens, targets `[rows, seq_len]`, an even length; seq_len / 2 labels per row.
     Cost: O(rows seq_len).
@@ -545,13 +545,13 @@ class MADMemorization(Task):
 def _pairs(
     rng: np.random.Generator, shape: tuple[int, int], vocabulary: int, clean: NDArray[np.bool_]
 ) -> tuple[Rows, Rows]:
-    """Pairs `[rows, 2 pairs]` of keys and their row's values; those in `clean` count, the others are no labels and not
-    seen. The last key of a row is one of those seen before it."""
+    """Tokens `[rows, 2 pairs]` of keys and their values, and their targets. Pairs outside `clean` have no label, and do
+    not count as an earlier occurrence. The last key of a row is one of those that occurred before."""
     rows, pairs = shape
     half = vocabulary // 2
     keys = rng.integers(0, half, size=shape, dtype=np.int64)
     values = rng.integers(half, vocabulary, size=(rows, half), dtype=np.int64)
-    first = np.zeros(shape, dtype=bool)  # whether a key is seen here for the first time
+    first = np.zeros(shape, dtype=bool)  # whether a key occurs for the first time
     present = np.zeros((rows, half), dtype=bool)
     for place in range(pairs - 1):
         key = keys[:, place, None]

@@ -1,4 +1,4 @@
-"""Bytes of files, folders and globs, or those that every Python carries, with n-gram baselines."""
+"""Byte-level text from files, folders and globs, or from the sources that come with Python; n-gram baselines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Text(_OfBytes):
 
     `paths` are files, folders (every file below whose suffix is in `suffixes`) or globs, relative to the working
     directory. Files are sorted by path and joined by a newline; the contiguous tail of the whole is the validation
-    split, so no byte is in both. Token ids are bytes, and there is no tokeniser.
+    split, so that no byte is in both. Token ids are bytes.
 
     Shapes: tokens, targets `[B, T]`; every position is labelled with the next byte.
     Cost: the bytes are held in memory once; `max_bytes` refuses a corpus that is larger than expected.
@@ -61,7 +61,7 @@ class Text(_OfBytes):
         documents, total = [], 0
         for path in self._files():
             with reading(path, ""):
-                documents.append(read_file(path, self.max_bytes - total + 1))  # whatever size it claims
+                documents.append(read_file(path, self.max_bytes - total + 1))  # whatever size it reports
             total += len(documents[-1])
             if total > self.max_bytes:
                 raise DataError(
@@ -112,7 +112,7 @@ class TextSource(WindowSource):
         return {"uniform": 8.0, "unigram": unigram, "bigram": bigram}
 
     def held_out(self) -> TextSource:
-        """The same text, all of it for validation; what is trained on it is told nothing new."""
+        """The same text, all of it for validation; baselines are fitted on it, too."""
         source = copy(self)
         source.train = source.validation = np.concatenate([self.train, self.validation])
         return source
@@ -125,11 +125,10 @@ class TextSource(WindowSource):
 class Bundled(_OfBytes):
     """bundled: bytes of Python's own language reference and standard library, and of installed packages.
 
-    Needs no network and no file of ours: the topics of `pydoc_data.topics` (the text behind `help()`) and the top-level
-    `.py` files of the standard library, found at run time, and of `packages`, such as numpy or json, every source and
-    documentation file (.py, .md, .rst, .txt). Documents longer than 64 KiB are cut there, the order is that of the
-    SHA-256 of their names (prose and code mixed, so that the held-out tail resembles the rest), and the whole is cut at
-    `max_bytes`.
+    Needs neither a network nor data files: the topics of `pydoc_data.topics` (the text of `help()`) and the top-level
+    `.py` files of the standard library, found at run time; and every source and documentation file (.py, .md, .rst,
+    .txt) of `packages`, such as numpy or json. Documents are cut at 64 KiB, ordered by the SHA-256 of their names (this
+    mixes prose and code, so that the held-out tail resembles the rest), and the whole is cut at `max_bytes`.
 
     Shapes: tokens, targets `[B, T]`; every position is labelled with the next byte.
     Cost: at most `max_bytes` in memory.
@@ -144,8 +143,8 @@ class Bundled(_OfBytes):
     packages: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
     def load(self) -> TextSource:
-        """Collects the documents; `DataError` if this Python carries neither of the two, or for a package that is not
-        installed."""
+        """Collects the documents; `DataError` if this Python has neither topics nor sources, or for a package that is
+        not installed."""
         documents = {**_topics(), **_library()}
         for package in self.packages:
             documents |= _package_files(package)
@@ -178,7 +177,7 @@ def _library() -> dict[str, bytes]:
 
 
 def _readable(lead: str, root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
-    """Beginnings of files by their names below a root; one that cannot be read is one document fewer."""
+    """Beginnings of files by their paths below a root; files that cannot be read are skipped."""
     documents: dict[str, bytes] = {}
     for path in sorted(paths):
         with suppress(OSError):
@@ -205,7 +204,7 @@ class NGrams(NamedTuple):
     bigram: NDArray[np.float64]
 
     def bits(self, previous: NDArray[np.uint8], following: NDArray[np.uint8]) -> tuple[float, float]:
-        """Mean bits per byte of `following` under the unigram and, given `previous`, the bigram."""
+        """Mean bits per byte of `following` under the unigram, and under the bigram given `previous`."""
         chances = (self.unigram[following], self.bigram[previous, following])
         unigram, bigram = (float(-np.log2(chance).mean()) for chance in chances)
         return unigram, bigram
@@ -216,7 +215,7 @@ def fit_ngrams(train: NDArray[np.uint8]) -> NGrams:
 
     Unigram p(b) = (c(b) + 1) / (n + 256). Bigram p(b|a) = (c(ab) + m p(b)) / (c(a) + m): a Dirichlet prior of weight m
     around the unigram. m is the best of a fixed grid when counts of the first nine tenths predict the last tenth; the
-    returned counts are those of all training bytes. Validation bytes are never seen.
+    returned model uses the counts of all training bytes. Validation bytes are never used.
     """
     cut = max(len(train) - len(train) // 10, 1)
     head, tail = train[:cut], train[cut - 1 :]

@@ -1,8 +1,9 @@
-"""Corpora to token shards: many processes, the same bytes at any number of them, and a killed run goes on.
+"""Tokenizing corpora into shards, in several processes; the result does not depend on their number, and a killed run
+can be continued.
 
-Documents are read in order and sent out in batches; what comes back is written in order. A *part* is a training shard
-with the validation shard of the same documents. Its files and then its record are put in place one after the other,
-each whole, so the parts with a record are finished; a run that goes on reads up to the end of the last one.
+Documents are read in order and sent to workers in batches; the results are written in order. A *part* is a training
+shard with the validation shard of the same documents. First its files and then its record are put in place, each
+atomically, so that every part with a record is finished; a continued run skips documents up to the end of the last one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SHARD_TOKENS = 1 << 27
 
 
 class Job(Config):
-    """Settings that determine every byte of a folder; a run that goes on must have the same."""
+    """Settings that determine every byte of a folder; a run that continues it must have the same."""
 
     inputs: Digest
     tokenizer: Digest
@@ -60,7 +61,7 @@ class Job(Config):
 
 
 class Part(Config):
-    """A finished part: its shards, and where in the inputs its documents end."""
+    """A finished part: its shards, and the place in the inputs where its documents end."""
 
     file: Number
     document: Number
@@ -69,7 +70,8 @@ class Part(Config):
 
 
 class Encoded(NamedTuple):
-    """Documents as tokens, the tokens and the bytes of text of each, whether each is held out."""
+    """Encoded documents: their tokens in a row; and for each document its number of tokens, its bytes of text, and
+    whether it is held out."""
 
     tokens: NDArray[np.uint32]
     counts: NDArray[np.int64]
@@ -100,10 +102,10 @@ def tokenize(
     limits: Limits = Limits(),  # noqa: B008 - frozen
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Sidecar:
-    """Writes the documents of inputs as token shards into the folder `out`; its sidecar. [DATA-TOKENIZE-D1]
+    """Writes the documents of inputs as token shards to the folder `out`; returns its sidecar. [DATA-TOKENIZE-D1]
 
-    A document is held out for validation when the hash of its text falls into that share, so equal documents are on one
-    side. It ends with the token `<|endoftext|>` where the tokenizer has that. `limits` bound what is held at once.
+    A document is held out for validation if the hash of its text falls into that share, so that equal documents are in
+    the same split. It ends with the token `<|endoftext|>` if the tokenizer has one. `limits` bound the memory.
     """
     if not 0 <= validation < 1:
         raise DataError(f"--validation must be a share in [0, 1), got {validation}")
@@ -143,7 +145,7 @@ def tokenize(
 
 @contextmanager
 def _claim(out: Path, job: Job) -> Iterator[None]:
-    """The folder is this job's, and no other process writes there meanwhile."""
+    """Context in which the folder belongs to this job and is locked; refuses a folder of another job or process."""
     if (out / SIDECAR).exists():
         raise DataError(f"{out} already holds tokens; `hecate data inspect` shows them, or choose another --out")
     job_file = out / JOB
@@ -151,7 +153,7 @@ def _claim(out: Path, job: Job) -> Iterator[None]:
         if any(not item.name.startswith(TEMPORARY) for item in out.iterdir()):
             raise DataError(f"{out} holds other files; choose another --out")
         write_file(job_file, job.model_dump_json())
-    with job_file.open("r+b") as file:  # what NFS locks has to be open to be written
+    with job_file.open("r+b") as file:  # NFS only locks files that are open for writing
         try:
             lock(file.fileno(), job_file)
         except BlockingIOError:
@@ -170,13 +172,13 @@ def _claim(out: Path, job: Job) -> Iterator[None]:
         try:
             yield
         except DataError:
-            if not _record(out, 0).exists():  # nothing to go on with: mended inputs or other options may follow
+            if not _record(out, 0).exists():  # no part to continue from: the next run may have other inputs or options
                 job_file.unlink()
             raise
 
 
 def finished_parts(out: Path, progress: Callable[[Progress], None], files: int) -> list[Part]:
-    """The parts that a killed run has finished, verified; after the first that is not whole all are written anew."""
+    """The parts that a killed run has finished, verified; from the first damaged one on, all are written again."""
     parts: list[Part] = []
     while (path := _record(out, len(parts))).exists():
         try:
@@ -201,14 +203,14 @@ def finished_parts(out: Path, progress: Callable[[Progress], None], files: int) 
 
 
 class Place(NamedTuple):
-    """Behind the last document of a batch: its file's number, and how many documents of that were read."""
+    """The place after the last document of a batch: the number of its file, and of documents read from that file."""
 
     file: int
     document: int
 
 
 def _batches(files: Sequence[Path], job: Job, after: Part | None, limits: Limits) -> Iterator[tuple[list[str], Place]]:
-    """Documents in batches that are worth sending, but no longer than a shard, after those of a part."""
+    """Documents after those of a part, in batches large enough to be sent to workers, but not beyond a shard."""
     most = min(BATCH_LETTERS, job.shard_tokens)
     first, skip = (after.file, after.document) if after else (0, 0)
     texts: list[str] = []
@@ -228,18 +230,18 @@ def _batches(files: Sequence[Path], job: Job, after: Part | None, limits: Limits
         yield texts, place
 
 
-_encoder: Any = None  # what a worker encodes with
+_encoder: Any = None  # in a worker, its tokenizer and the share to hold out
 
 
 def _prepare(source: str, validation: float) -> None:
-    """Readies a worker, which ends when the process that started it does, however that ends."""
+    """Prepares a worker; it ends when the process that started it ends, in whatever way."""
     global _encoder
     parent = parent_process()
     if parent is not None:
         Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the parent answers for all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C for all
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = open_tokenizer(source, tried=True)  # by the parent
+    tokenizer = open_tokenizer(source, tried=True)  # the parent has tried it
     _encoder = tokenizer, validation
 
 
@@ -248,8 +250,8 @@ def _encode(texts: list[str]) -> Encoded:
 
 
 def encoded(texts: list[str], tokenizer: Tokenizer, validation: float) -> Encoded:
-    """Documents as tokens."""
-    # JSON may have halves of surrogate pairs, which no text has: U+FFFD stands for them.
+    """Encodes documents."""
+    # JSON may contain lone surrogates, which are not valid in text: they become U+FFFD.
     texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
     raw = [text.encode() for text in texts]
     ids = tokenizer.encode(texts)
@@ -267,18 +269,18 @@ def encoded(texts: list[str], tokenizer: Tokenizer, validation: float) -> Encode
 
 @contextmanager
 def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) -> Iterator[Callable[..., Any]]:
-    """A function from batches to encoded batches, in order; never more of them wait than there is work for, by their
-    number or by their letters."""
+    """Context with a function from batches to encoded batches, in order; the number of batches in flight, and of their
+    characters, is limited."""
     if workers <= 1:
         yield lambda batches: ((encoded(texts, tokenizer, validation), place) for texts, place in batches)
         return
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with safe_path():
-        resource_tracker.ensure_running()  # which unblocks Ctrl-C as it starts
+        resource_tracker.ensure_running()  # starting it unblocks Ctrl-C
         with without_interrupts():
             forkserver.ensure_running()
-        ready = context.Process(target=os.getpid)  # a Ctrl-C while modules load leaves no half-started worker
+        ready = context.Process(target=os.getpid)  # so that modules are loaded: Ctrl-C leaves no half-started worker
         ready.start()
         ready.join()
     source = str(out / TOKENIZER) if isinstance(tokenizer, FileTokenizer) else "bytes"
@@ -306,7 +308,7 @@ def _parts(
     progress: Callable[[Progress], None],
     files: int,
 ) -> Iterator[Part]:
-    """Writes parts as they fill, from this number on."""
+    """Writes parts, numbered from `number` on, and yields each when it is complete."""
     dtype: Dtype = "uint16" if tokenizer.size <= 1 << 16 else "uint32"
     documents = tokens = 0
     ahead = next(batches, None)
@@ -329,7 +331,7 @@ def _parts(
 
 
 class _Writer:
-    """The two files of a shard, under other names until they are whole."""
+    """Writer of the two files of a shard, which have temporary names until they are complete."""
 
     def __init__(self, out: Path, name: str, dtype: Dtype) -> None:
         self.paths = out / f"{name}.bin", out / f"{name}.starts"
@@ -339,7 +341,7 @@ class _Writer:
         self.tokens = self.documents = self.text = 0
 
     def add(self, batch: Encoded, chosen: NDArray[np.bool_]) -> None:
-        """Appends some documents of a batch."""
+        """Appends the chosen documents of a batch."""
         counts = batch.counts[chosen]
         starts = self.tokens + np.cumsum(counts) - counts
         ids = batch.tokens[np.repeat(chosen, batch.counts)]
@@ -353,7 +355,7 @@ class _Writer:
         self.text += int(batch.text[chosen].sum())
 
     def put(self) -> Shard:
-        """Puts the files where they belong, durably."""
+        """Forces the files to disk and renames them; returns the shard."""
         for file, path in zip(self._held, self.paths, strict=True):
             file.flush()
             sync_open(file.fileno(), path)
@@ -375,7 +377,7 @@ class _Writer:
 
 
 def _sidecar(out: Path, tokenizer: Tokenizer, parts: Sequence[Part]) -> Sidecar:
-    """Of all parts, shards without a document left out."""
+    """The sidecar of all parts, without empty shards."""
     train = tuple(part.train for part in parts if part.train.tokens)
     validation = tuple(part.validation for part in parts if part.validation.tokens)
     if not train:

@@ -1,4 +1,4 @@
-"""Tokenizers of text to token ids and back: bytes, which need nothing, or a file of the `tokenizers` library."""
+"""Tokenizers from text to token ids and back: bytes, which need no file, or a file of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from hecate.processes import interpreter
 
 BYTES = 256
 MOST = 1 << 24
-"""Tokens of a vocabulary, at most."""
+"""Largest number of tokens of a vocabulary."""
 MOST_BYTES, ROOM, SECONDS = 1 << 28, 4 << 30, 30
-"""Of a tokenizer.json at most; memory beside 100 times that, and time of a processor, that it is tried in."""
+"""Largest size of a tokenizer.json; for trying one, bytes of memory (beyond 100 times its size) and CPU seconds."""
 END = "<|endoftext|>"
-"""Token that ends a document, where a tokenizer has it."""
+"""Token that ends a document, if a tokenizer has it."""
 
 
 class Tokenizer(ABC):
-    """Text as token ids `0 .. size-1`."""
+    """A tokenizer with token ids `0 .. size-1`."""
 
     size: int
     sha256: str
-    """Of the file; of bytes it is that of no file."""
+    """SHA-256 of the tokenizer's file; for `Bytes` that of an empty one."""
     end: int | None = None
     """Token that ends a document."""
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """The ids of each text, without any that its words do not stand for."""
+        """The ids of each text, without added special tokens."""
 
     @abstractmethod
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of ids, each part as soon as it is whole."""
+        """The text of ids, in pieces that are yielded as soon as their characters are complete."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids."""
@@ -54,17 +54,17 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def lengths(self) -> NDArray[np.uint32] | None:
-        """Bytes of text that each token stands for; None where tokens do not tell. [DATA-TOKENIZER-D2]"""
+        """Bytes of text that each token stands for; None if that is not determined. [DATA-TOKENIZER-D2]"""
 
 
 def refuse_one_text(texts: Sequence[str]) -> None:
-    """A text in place of texts, whose characters would be encoded one by one, is a `DataError`."""
+    """Refuses a single text in place of a list, as its characters would be encoded one by one."""
     if isinstance(texts, str | bytes):
         raise DataError(f"encode takes a list of texts, got one {type(texts).__name__}; write encode([text])[0]")
 
 
 def raw(text: str) -> bytes:
-    """UTF-8 of a text; one that has none, as of a command line in another encoding, is a `DataError`."""
+    """A text in UTF-8; `DataError` for lone surrogates, as from a command line in another encoding."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -86,22 +86,22 @@ class Bytes(Tokenizer):
         return [np.frombuffer(raw(text), dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """Characters, as soon as their last byte is there; `\\ufffd` for what is none."""
+        """Characters, as soon as their last byte has arrived; `\\ufffd` for invalid bytes."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in ids:
-            yield decoder.decode(bytes([token]) if token < BYTES else b"\xff")  # a model may know more tokens
+            yield decoder.decode(bytes([token]) if token < BYTES else b"\xff")  # a model may have more tokens
         yield decoder.decode(b"", final=True)
 
     def lengths(self) -> NDArray[np.uint32]:
-        """One each."""
+        """One byte per token."""
         return np.ones(BYTES, dtype=np.uint32)
 
 
 class FileTokenizer(Tokenizer):
     """A `tokenizer.json` as the `tokenizers` library writes it; nothing is downloaded. [DATA-TOKENIZER-D1]
 
-    Special tokens are not found in text: a document that quotes one has the ids of its characters, and templates add
-    none.
+    Special tokens are not recognised in text: a document that quotes one is encoded as ordinary text; and templates
+    add none.
     """
 
     def __init__(self, text: str, where: str, *, tried: bool = False) -> None:
@@ -131,7 +131,7 @@ class FileTokenizer(Tokenizer):
         return [np.array(item.ids, dtype=np.uint32) for item in encodings]
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """Words and their parts; special tokens are shown by their names."""
+        """Words or parts of words; special tokens appear as their names."""
         pending: list[int] = []
         shown = ""
         for token in ids:
@@ -148,19 +148,19 @@ class FileTokenizer(Tokenizer):
             return str(self._own.decode(ids, skip_special_tokens=False))
 
     def lengths(self) -> NDArray[np.uint32] | None:
-        """Exact where tokens are sequences of bytes, as in byte-level BPE; special tokens stand for none."""
+        """Bytes of every token in a byte-level BPE, 0 for special tokens; None for other tokenizers."""
         description: dict[str, Any] = json.loads(self.text)
         if "ByteLevel" not in _kinds(description.get("decoder")):
             return None
         lengths = np.zeros(self.size, dtype=np.uint32)
         for name, token in self._own.get_vocab().items():
-            lengths[token] = len(name)  # one character stands for each byte
+            lengths[token] = len(name)  # in the vocabulary each byte is one character
         for token, added in self._own.get_added_tokens_decoder().items():
             lengths[token] = 0 if added.special else len(added.content.encode())
         return lengths
 
 
-_tried: set[str] = set()  # hashes of tokenizers that serve
+_tried: set[str] = set()  # SHA-256 of tokenizers that have loaded
 _TRIAL = """
 import json, resource
 for what, most in (resource.RLIMIT_AS, int(sys.argv[1])), (resource.RLIMIT_CPU, int(sys.argv[2])):
@@ -186,8 +186,8 @@ except BaseException as error:
 
 
 def _try(content: bytes, where: str) -> None:
-    """Has another process, of limited memory and time, read a tokenizer and encode some letters with it: one that
-    others have made may abort the process or ask for any amount of memory."""
+    """Loads a tokenizer and encodes some letters in another process, with limited memory and time: an untrusted file
+    may crash the process, or ask for any amount of memory."""
     limits = ROOM + 100 * len(content), SECONDS
     quiet = {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
@@ -196,7 +196,7 @@ def _try(content: bytes, where: str) -> None:
     )  # fmt: skip
     try:
         fault = json.loads(done.stdout)
-    except ValueError:  # it was ended
+    except ValueError:  # the process died
         fault = f"it takes more than {limits[0] >> 30} GiB of memory or {SECONDS} seconds to load, or ends the process"
     if fault is not None:
         raise _no_tokenizer(where, fault)
@@ -204,7 +204,7 @@ def _try(content: bytes, where: str) -> None:
 
 @contextmanager
 def _translating(where: str) -> Iterator[None]:
-    """Around calls of the library, which raises plain exceptions, and panics with what is no `Exception`."""
+    """Context that turns errors of the library into `DataError`; its panics are not `Exception`s."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, DataError):
@@ -222,7 +222,7 @@ def _no_tokenizer(where: str, fault: str) -> DataError:
 
 
 def _kinds(decoder: dict[str, Any] | None) -> set[str]:
-    """Types of a decoder and of those it is made of."""
+    """Types of a decoder and of the decoders inside it."""
     if decoder is None:
         return set()
     inner = decoder.get("decoders") or ()
@@ -230,7 +230,7 @@ def _kinds(decoder: dict[str, Any] | None) -> set[str]:
 
 
 def open_tokenizer(source: str | Path, *, tried: bool = False) -> Tokenizer:
-    """`bytes`, or the tokenizer of a file, which is tried in a process of its own unless it was."""
+    """The tokenizer `bytes`, or that of a file, which is first tried in another process unless `tried`."""
     if str(source) == "bytes":
         return Bytes()
     path = Path(source)
@@ -246,8 +246,8 @@ def open_tokenizer(source: str | Path, *, tried: bool = False) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> str:
-    """The `tokenizer.json` of a byte-level BPE that texts were compressed with most; it has a token for every byte and
-    the token `<|endoftext|>`, id 0. [DATA-TOKENIZER-D3]"""
+    """The `tokenizer.json` of a byte-level BPE trained on texts; it has a token for every byte, and `<|endoftext|>` as
+    id 0. [DATA-TOKENIZER-D3]"""
     if vocabulary < BYTES + 1:
         raise DataError(f"a vocabulary has the {BYTES} bytes and {END}, so at least {BYTES + 1}, got {vocabulary}")
     if vocabulary > MOST:
@@ -268,7 +268,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> str:
 
 
 def library(name: str) -> Any:
-    """A module of a library that the extra `data` brings."""
+    """A module of a library of the extra `data`; `DataError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:

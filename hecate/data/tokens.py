@@ -1,4 +1,5 @@
-"""Token shards as training data: shuffled windows or rows that go on, documents that begin anew, any size."""
+"""Token shards as training data of any size: shuffled windows, or rows that continue from batch to batch; resets where
+documents start."""
 
 from __future__ import annotations
 
@@ -20,26 +21,26 @@ from hecate.data.tokenizer import Bytes, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
 from hecate.variant import Conflicts
 
-# One integer gives every batch: windows of a stream in a keyed order, each once per epoch, without a list. The rows of
-# all batches are numbered: row i of the batch of step s is number s * batch_size + i, whatever process reads it and in
-# how many micro-batches. Number n is place n mod `windows` of epoch n // `windows`, and the place goes through that
-# epoch's permutation. So a run that is resumed in another number of processes reads what one that never stopped would
-# have read.
+# The step determines every batch: windows of a stream in a keyed order, each once per epoch, without a stored list. The
+# rows of all batches are numbered: row i of the batch of step s is number s * batch_size + i, whichever process reads
+# it, in however many micro-batches. Number n is place n mod `windows` of epoch n // `windows`, and that epoch's
+# permutation maps the place to a window. So a run resumed with another number of processes reads the same windows as
+# one that never stopped.
 ROUNDS = 6
 Numbers = NDArray[np.int64]
 
 
 def epoch_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """The keys of an epoch's permutation, one a round."""
+    """The keys of an epoch's permutation, one per round."""
     digest = hashlib.blake2b(f"hecate/{seed}/{epoch}".encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def permuted(places: Numbers, size: int, keys: NDArray[np.uint64]) -> Numbers:
-    """A bijection of 0 .. size-1, of every place. [DATA-CURSOR-D2]
+    """Places under a pseudorandom permutation of 0 .. size-1. [DATA-CURSOR-D2]
 
-    A Feistel network on the next even number of bits; what lands outside goes through it again, fewer than four times
-    on average, until it lands inside.
+    A Feistel network on the next even number of bits; results outside the range go through it again until they are
+    inside, fewer than four times on average.
     """
     half = max(1, -(-(size - 1).bit_length() // 2))
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
@@ -64,13 +65,13 @@ def _mix(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
 
 
 def numbers_of(step: int, batch_size: int, rows: range | None = None) -> Numbers:
-    """The numbers of rows of the batch of a step; None for all of them."""
+    """The numbers of some rows of the batch of a step; `rows` None means all."""
     chosen = range(batch_size) if rows is None else rows
     return step * batch_size + np.arange(chosen.start, chosen.stop, dtype=np.int64)
 
 
 def shuffled(numbers: Numbers, windows: int, seed: int) -> Numbers:
-    """The window of each number; a batch may span two epochs. [DATA-CURSOR-D1]"""
+    """The window of each row number; a batch may span two epochs. [DATA-CURSOR-D1]"""
     order = np.empty_like(numbers)
     epochs = numbers // windows
     for epoch in np.unique(epochs):
@@ -82,12 +83,12 @@ def shuffled(numbers: Numbers, windows: int, seed: int) -> Numbers:
 def in_lanes(
     step: int, batch_size: int, windows: int, seed: int, rows: range | None = None
 ) -> tuple[Numbers, NDArray[np.bool_]]:
-    """The window of each row of a step where rows go on from batch to batch, and whether a row starts anew there.
+    """The window of each row of a step when rows continue from batch to batch, and whether the row is reset there.
 
-    The windows, as a ring that begins where the epoch's key says, are cut into `batch_size` lanes of equal length, and
-    row b reads lane b from its first window to its last, one a step. It starts anew at the first, and where the ring
-    closes, which no text goes across. What the division leaves over is another part of the ring in every epoch.
-    [DATA-CURSOR-D3]
+    The windows form a ring, which is rotated by the epoch's key and cut into `batch_size` lanes of equal length. Row b
+    reads lane b from its first window to its last, one per step. It is reset at the first window of the lane and at
+    window 0, where the ring closes, as the text does not continue there. The remainder of the division is a different
+    part of the ring in every epoch. [DATA-CURSOR-D3]
     """
     lane = windows // batch_size
     epoch, place = divmod(step, lane)
@@ -97,29 +98,29 @@ def in_lanes(
 
 
 SAMPLED = 1 << 20
-"""Training tokens whose frequencies the unigram baseline knows."""
+"""Number of training tokens that the unigram baseline counts."""
 _EDGE = 1 << 16
 
 
 class Tokens(DataConfig):
-    """tokens: shards of token ids, such as `hecate data tokenize` writes; of any size, none of it in memory.
+    """tokens: shards of token ids, as `hecate data tokenize` writes them; of any size, read from disk.
 
     `path` is a folder with a `tokens.json`, a folder of nanoGPT's `.bin` files (those with `train` and with `val` in
-    their names), or one such file. The training windows stand side by side; every epoch reads each once, in an order
-    of its own.
+    their names), or one such file. The training windows are disjoint; every epoch reads each of them once, in a new
+    order.
 
     Fields:
-        documents: what happens where a document starts. `reset`: the memory begins anew, and what crosses the border is
-            no label; `carry`: the memory goes on, and what crosses the border is no label; `ignore`: nothing.
-        state: `fresh`: every window begins with an empty memory; `carry`: each row of the batch goes on from batch to
-            batch with the state it had, in the order of the text; gradients end where a batch does.
+        documents: behaviour where a document starts. `reset`: the memory is reset, and the first token is not a label;
+            `carry`: the memory is kept, and the first token is not a label; `ignore`: nothing.
+        state: `fresh`: every window begins with an empty memory; `carry`: each row continues from batch to batch with
+            its state, in the order of the text; gradients end with the batch.
         validation: null takes the folder's own validation tokens, a number holds out that share at the end of the
             training tokens, a path names another folder or file.
-        vocab_size: filled from the folder, at least its own; `.bin` files do not tell it.
-        tokenizer_file: a tokenizer.json, or bytes, for files that come with none.
+        vocab_size: filled from the folder if left out, and at least the folder's; required for `.bin` files.
+        tokenizer_file: a tokenizer.json, or bytes, for files without a tokenizer.
 
     Shapes: tokens, targets `[B, T]`; resets `[B, T]`.
-    Cost: a read of T + 1 tokens a row.
+    Cost: a read of T + 1 tokens per row.
     References: the cursor is our own; the `.bin` files are those of nanoGPT's descendants. [DATA-TOKENS-D1]
     """
 
@@ -134,7 +135,7 @@ class Tokens(DataConfig):
     @model_validator(mode="before")
     @classmethod
     def _of_the_folder(cls, data: Any) -> Any:
-        """Fills in the vocabulary, so that the config is enough where the folder is not."""
+        """Fills in the vocabulary, so that the config alone suffices on machines without the folder."""
         if not isinstance(data, Mapping) or data.get("vocab_size") is not None or not isinstance(data.get("path"), str):
             return data
         folder = Path(data["path"])
@@ -165,7 +166,7 @@ class Tokens(DataConfig):
         return shards.tokenizer_of(folder) if (folder / SIDECAR).is_file() else None
 
     def load(self) -> TokenSource:
-        """Opens the files and checks their sizes; hashes are for `hecate data inspect`."""
+        """Opens the files and checks their sizes; `hecate data inspect` checks their hashes."""
         train = _open_split(Path(self.path), "train")
         other = isinstance(self.validation, str)
         validation = _open_split(Path(str(self.validation)), "validation") if other else None
@@ -186,7 +187,7 @@ class Tokens(DataConfig):
 
 
 class Opened(NamedTuple):
-    """Files of a folder by split; vocabulary and tokenizer (its SHA-256) where they are known."""
+    """Files of a folder by split; vocabulary and SHA-256 of the tokenizer, if known."""
 
     files: dict[Split, list[TokenFile]]
     digest: str
@@ -196,7 +197,8 @@ class Opened(NamedTuple):
 
 
 def _open_split(path: Path, wanted: Split) -> Opened:
-    """A folder of shards, or `.bin` files; of a folder named for validation its validation tokens, or else all."""
+    """Opens a folder of shards, or `.bin` files. A folder named as the validation data contributes its validation
+    tokens, or if it has none, its training tokens."""
     if path.is_file() and path.suffix == ".bin":
         files = {split: [nanogpt_file(path)] if split == wanted else [] for split in get_args(Split)}
         return Opened(files, _print_of(files[wanted]))
@@ -225,7 +227,7 @@ def _open_split(path: Path, wanted: Split) -> Opened:
 
 
 def _print_of(files: list[TokenFile]) -> str:
-    """SHA-256 of the sizes of files without a sidecar, and of the tokens at both of their ends."""
+    """Fingerprint of files without a sidecar: SHA-256 of their sizes, and of the tokens at both ends."""
     digest = hashlib.sha256()
     for file in files:
         stream = TokenStream([file])
@@ -236,7 +238,7 @@ def _print_of(files: list[TokenFile]) -> str:
 
 
 class TokenSource(WindowSource):
-    """Batches of token shards; bits per byte where the tokens tell how many bytes they stand for, else perplexity."""
+    """Batches of token shards; the metric is bits per byte if the bytes per token are known, else perplexity."""
 
     ordered = True
     unit = "tokens"
@@ -284,7 +286,8 @@ class TokenSource(WindowSource):
         return batch._replace(resets=resets)
 
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
-        """Of equal chances, and of the frequencies among a sample of the training tokens. [DATA-TOKENS-D5]"""
+        """Scores of the uniform distribution, and of the frequencies in a sample of the training tokens.
+        [DATA-TOKENS-D5]"""
         counts = np.ones(self._vocabulary)
         spans = max(min(SAMPLED // seq_len, len(self.train) // seq_len), 1)
         for place in np.arange(spans) * (len(self.train) // spans):

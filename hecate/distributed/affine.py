@@ -1,10 +1,11 @@
 """Pieces of a sequence at once, for rules that are affine in their state.
 
-What a piece makes of the state X that enters it is X A + B, and its outputs are y_B + X y_A, whatever X is. Rows of a
-matrix memory never look at one another, so one scan of values [v, 0] from the state [0; I] gives B, A, y_B and y_A;
-with momentum values [v, 0, 0] from M = [0; I; 0] and S = [0; 0; I]. Where the gradient does not look at the memory A is
-a product of gates, which is made of these alone, and coordinates of a diagonal memory are numbers: there A is one for
-each head or channel. Ranks gather (A, B), whatever the length, and combine those before them. [CTX-ALGEBRA-D1]
+A piece maps the state X that enters it to X A + B, and its outputs are y_B + X y_A, whatever X is. Rows of a matrix
+memory do not affect one another, so one scan of values [v, 0] from the state [0; I] gives B, A, y_B and y_A; with
+momentum values [v, 0, 0] from M = [0; I; 0] and S = [0; 0; I]. If the gradient does not depend on the memory, A is a
+product of gates and is computed from these alone, and in a diagonal memory coordinates do not affect one another: in
+both cases A is a number for each head or channel. Ranks gather (A, B), whose size does not depend on the length, and
+combine those of the ranks before them. [CTX-ALGEBRA-D1]
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def not_affine(config: MemoryConfig, gates: Gates | None = None) -> str | None:
 
 @lru_cache(maxsize=256)
 def spreading(config: MemoryConfig) -> MemoryConfig:
-    """The config as ranks run it: one that raised alone would leave the others waiting, so what is not finite spreads
-    to the loss, which all of them see."""
+    """The config that ranks run: a rank that raised alone would leave the others waiting, so NaN and infinity spread to
+    the loss, which all ranks see."""
     return config.model_copy(update={"on_nonfinite": "propagate"}) if config.on_nonfinite == "raise" else config
 
 
 @lru_cache(maxsize=256)
 def _split_normalizer(config: MemoryConfig) -> tuple[MemoryConfig, MemoryConfig]:
-    """The memory without its normaliser, and the normaliser; no scan asks for a gating."""
+    """The memory without its normaliser, and the normaliser, both without a gating, as scans need none."""
     plain = config.model_copy(update={"gating": Plain()})
     return plain.model_copy(update={"normalizer": "none"}), plain.counting
 
@@ -102,7 +103,7 @@ class Scan(NamedTuple):
         return [self.state.memory["weight"], *self.state.slots.values()]
 
     def of(self, v: Tensor, slots: list[Tensor], initial: Tensor, gate: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """The same with other values, state and initial weights: outputs, the memory and the slots."""
+        """The scan with other values, state and initial weights: its outputs, and the memory and slots at its end."""
         named = dict(zip(self.state.slots, slots[1:], strict=True))
         state = self.state._replace(memory={"weight": slots[0]}, slots=named)
         gates = self.gates._replace(retain_value=gate)
@@ -116,10 +117,11 @@ class Piece(NamedTuple):
     Fields:
         y: its outputs from the state 0.
         ends: the memory and the slots at its end from there.
-        moves: how each of these takes those that enter: matrices `[n][n] [B, H, P, P]` from the right, or factors
-            that multiply componentwise.
-        reads: what each that enters adds to y: of matrices and factors see `answered`.
-        rows: factors of value channels beside A at the end `[B, H, V, 1]`, and of every output; None for none.
+        moves: maps from the memory and slots that enter to each of these: matrices `[n][n] [B, H, P, P]` from the
+            right, or factors that multiply componentwise.
+        reads: maps from the memory and slots that enter to what they add to y; see `answered`.
+        rows: factors of value channels besides A, at the end `[B, H, V, 1]`, and for every output; None if there are
+            none.
     """
 
     y: Tensor
@@ -140,7 +142,7 @@ class Piece(NamedTuple):
         return ends
 
     def answered(self, states: list[Tensor]) -> Tensor:
-        """y_B + X y_A: reads are `[B, T, H, P]`, which X `[B, H, V, P]` is applied to, or if diagonal multiplies."""
+        """y_B + X y_A: reads are `[B, T, H, P]`, to which X `[B, H, V, P]` is applied; a diagonal X multiplies them."""
         total = None
         for x, read in zip(states, self.reads, strict=True):
             added = torch.einsum("bhvp,bthp->bthv", x, read) if x.dim() == 4 else x.unsqueeze(1) * read
@@ -177,7 +179,7 @@ def affine_scan(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
 
 def _combine(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
     config, forms = scan.config, scan.config.forms
-    # What the gates alone tell: only of steps M' = retain M + D whose direction is that of gd or momentum.
+    # Gates alone give A for steps M' = retain M + D whose direction is that of gd or momentum.
     gated = forms.target and forms.plain and forms.algorithm is not None
     if config.structure.diagonal:
         piece = _diagonal_piece(scan)
@@ -206,11 +208,11 @@ def _combine(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
     return y, scan.state._replace(memory={"weight": states[0]}, slots=slots)
 
 
-# How a piece is found.
+# Computing a piece.
 
 
 def _matrix_piece(scan: Scan) -> Piece:
-    """One scan of values [v, 0] from [0; I]: rows V + i P + j of outputs are what unit j of slot i adds to reads."""
+    """One scan of values [v, 0] from [0; I]: row V + i P + j of outputs is what unit j of slot i adds to reads."""
     v, states, start = scan.v, scan.slots, scan.fresh().memory["weight"]
     count, (width, phi) = len(states), start.shape[-2:]
     wide = pad(v, (0, count * phi))
@@ -231,7 +233,7 @@ def _matrix_piece(scan: Scan) -> Piece:
 
 
 def _diagonal_piece(scan: Scan) -> Piece:
-    """A scan for each part of the state: coordinates are numbers, so that from 1 gives what multiplies any other."""
+    """A scan for each part of the state: coordinates are numbers, so a scan from 1 gives the factor of all."""
     restart = scan.fresh().memory["weight"]
     none = [torch.zeros_like(item) for item in scan.slots]
     y, ends = scan.of(scan.v, none, restart, None)
@@ -245,7 +247,7 @@ def _diagonal_piece(scan: Scan) -> Piece:
 
 
 def _gated_piece(scan: Scan) -> Piece:
-    """A plain scan from 0, and products of gates: writes that do not look at the memory leave X times those."""
+    """A plain scan from 0, and products of gates: if writes do not depend on the memory, X is multiplied by these."""
     config, retain_value = scan.config, scan.gates.retain_value
     restart = scan.fresh().memory["weight"]
     none = [torch.zeros_like(item) for item in scan.slots]
@@ -283,7 +285,7 @@ def _gated_piece(scan: Scan) -> Piece:
 
 
 def _neutral(gate: Tensor, scan: Scan, *, reset: bool) -> Tensor:
-    """A gate `[B, T, H, *]` that is 1 where nothing is written, and 0 where what entered is forgotten."""
+    """A gate `[B, T, H, *]` that is 1 where nothing is written, and 0 where a reset forgets the state that entered."""
     trailing = [1] * (gate.dim() - 2)
     if scan.write_mask is not None:
         gate = torch.where(scan.write_mask.reshape(*scan.write_mask.shape, *trailing), gate, 1.0)
@@ -293,7 +295,7 @@ def _neutral(gate: Tensor, scan: Scan, *, reset: bool) -> Tensor:
 
 
 def _as_read(config: MemoryConfig, after: Tensor, reset: Tensor | None, *, first: float) -> Tensor:
-    """Of factors after every token those in the state that it reads; `first` before any."""
+    """The factor in the state that each token reads, from those after each token; `first` is that before any token."""
     if config.read == "after" or not after.shape[1]:
         return after
     before = torch.cat([torch.full_like(after[:, :1], first), after[:, :-1]], 1)
@@ -305,6 +307,6 @@ def _at_end(after: Tensor, start: float) -> Tensor:
 
 
 def _rows(scan: Scan, retain_value: Tensor) -> tuple[Tensor, Tensor]:
-    """The products of a decay of value channels, at the end `[B, H, V, 1]` and as every token reads them."""
+    """The products of retain_value at the end `[B, H, V, 1]`, and in the state that each token reads."""
     after = _neutral(retain_value.to(scan.slots[0].dtype), scan, reset=False).cumprod(1)
     return _at_end(after, 1.0).unsqueeze(-1), _as_read(scan.config, after, None, first=1.0)

@@ -10,8 +10,8 @@ Outputs of a piece are the slice of what one process computes, and the state tha
 piece, on every rank; its gradients flow from the last rank alone.
 
 A scan goes one of three ways, which follows from its rule (`way`): by algebra, where the rule is affine in its state,
-at the same bytes per border whatever the lengths of pieces; by heads, all tokens of some heads on each rank; or by
-relay, one rank after another, each handing its state on.
+with the same bytes per border whatever the lengths of pieces; by heads, all tokens of some heads on each rank; or by
+relay, one rank after another, each passing on its state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Way(NamedTuple):
 
 
 def way(config: MemoryConfig, heads: int, ranks: int, gates: Gates | None = None) -> Way:
-    """Way in which pieces of a sequence are scanned: by the rule alone, whatever their sizes. [CTX-WAY-D1]"""
+    """Way in which pieces of a sequence are scanned; it depends on the rule, not on their sizes. [CTX-WAY-D1]"""
     refusal = not_affine(config, gates)
     if refusal is None:
         return Way("algebra", "a piece is an affine function of the state that enters it")
@@ -58,8 +58,8 @@ def way(config: MemoryConfig, heads: int, ranks: int, gates: Gates | None = None
 
 
 def ways(model: nn.Module, ranks: int) -> dict[str, Way]:
-    """Way in which `share` has each layer of a model go over so many ranks, by its path; no process but this one is
-    asked, and parameters may be on the meta device. [CTX-WAY-D2]"""
+    """Way in which `share` runs each layer of a model over this number of ranks, by the layer's path. It needs no other
+    process, and parameters may be on the meta device. [CTX-WAY-D2]"""
     table: dict[str, Way] = {}
     for path, layer in _layers(model):
         if _shares(layer) == "turns":
@@ -76,14 +76,14 @@ def ways(model: nn.Module, ranks: int) -> dict[str, Way]:
 
 
 class Context(exchange.Ranks):
-    """The ranks over which sequences are spread, as layers see them."""
+    """The ranks over which sequences are spread, with the operations that layers need."""
 
     def relay(
         self, run: Callable[[Any], tuple[Any, Tree]], state: Any, like: Callable[[], Tree]
     ) -> tuple[Any, Tree, Tensor | float]:
-        """`run(state) -> (result, state)` rank after rank, from this state on the first one: the result, the state
-        after this piece and an anchor, which has to be added to what a loss depends on. `like()` is a state of the
-        structure that `run` returns, of any shapes. [CTX-RELAY-D1]"""
+        """Runs `run(state) -> (result, state)` rank after rank, on the first one from `state`: returns the result, the
+        state after this piece, and an anchor, which has to be added to a tensor on which the loss depends. `like()` is
+        a state of the structure that `run` returns, of any shapes. [CTX-RELAY-D1]"""
         anchor: Tensor | float = 0.0
         if self.rank:
             with torch.no_grad():
@@ -95,13 +95,13 @@ class Context(exchange.Ranks):
         return output, after, anchor
 
     def final(self, state: Tree, *, alike: bool = True) -> Tree:
-        """The last rank's state, on every rank, `alike` if all have one of the same shapes; gradients of it are the
-        last rank's alone."""
+        """The last rank's state, on every rank, `alike` if all ranks have one of the same shapes; its gradients flow on
+        the last rank alone."""
         return exchange.from_last(state, self, alike=alike)
 
     def counted(self, origin: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-        """Tokens written since the start or the last reset `[B]`, before this piece and after the last, of `seen`
-        before the first."""
+        """Numbers of tokens `[B]` written since the start or the last reset, before this piece and after the last
+        piece; `origin` is that before the first piece."""
         ones = torch.ones(len(origin), length, dtype=torch.bool, device=origin.device) if write is None else write
         mine = torch.zeros_like(origin)
         if length:
@@ -122,9 +122,9 @@ class Context(exchange.Ranks):
         write: Tensor | None,
         reset: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The `width` tokens before this piece `[B, T, C]`, and the documents that they are of, numbered as the first
-        token's before its own reset is 0; None where there are no borders. `past` and `segment` are those before the
-        first piece. Tokens that are not written are 0. [CTX-HALO-D1]"""
+        """The `width` tokens before this piece `[B, T, C]`, and the numbers of their documents, counted so that the
+        document open at the start of the piece is 0; None if there are no borders. `past` and `segment` are the same
+        before the first piece. Tokens that are not written are 0. [CTX-HALO-D1]"""
         batch, length, _ = x.shape
         written = x if write is None else torch.where(write.unsqueeze(-1), x, 0.0)
         short = max(0, width - length)
@@ -173,12 +173,12 @@ def context_scan(
     Args:
         context: a `Context` or a process group, whose ranks call this with the same config and the pieces in order,
             of any lengths.
-        state: what enters the first piece, given to every rank; None starts at `initial`.
+        state: the state that enters the first piece, the same on every rank; None starts at `initial`.
         how: engine, autodiff and name, as in `memory_scan`.
 
-    Gradients by what all ranks share (`initial`, phi's parameters, what made q, k, v and gates) are to be summed over
-    ranks: `sum_gradients`. A memory that leaves the finite numbers raises nothing here: it spreads to the
-    loss, and within `hecate.late.holding()` a later look names it.
+    Gradients of what all ranks share (`initial`, phi's parameters, those behind q, k, v and gates) have to be summed
+    over ranks: `sum_gradients`. NaN or infinity in a memory raises nothing here: it spreads to the loss, and within
+    `hecate.late.holding()` a later check names it.
 
     Raises:
         ConfigError: second derivatives, which collectives do not have.
@@ -238,14 +238,15 @@ def _by_heads(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
     if state is not None:
         state = pytree.tree_map_only(Tensor, lambda x: x[:, some] if x.dim() > 1 else x, state)
     inputs = to_heads(q), to_heads(k, "k"), to_heads(v, "v")
-    params = pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)  # some may serve all
+    # Parameters of one head serve all.
+    params = pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)
     y, after = Scan(config, *inputs, head_gates, state, params, initial, write, reset, scan.how).run()
     y = exchange.swap(y, context, lengths, there=False)
     after, anchor = _all_heads(after, context)
     return y + anchor, after
 
 
-_EACH_WRITE = ("k", "v", "lr", "erase", "write")  # what has an axis of writes ahead of that of heads
+_EACH_WRITE = ("k", "v", "lr", "erase", "write")  # these have an axis of writes before that of heads
 
 
 def _starts(
@@ -268,7 +269,7 @@ def _all_heads(state: MemoryState, context: Context) -> tuple[MemoryState, Tenso
     anchor: Tensor | float = 0.0
     merged: list[Any] = []
     for item in leaves:
-        if isinstance(item, Tensor) and item.dim() > 1:  # the count of tokens `[B]` is alike on all ranks
+        if isinstance(item, Tensor) and item.dim() > 1:  # the count of tokens `[B]` is the same on all ranks
             every = exchange.gather(item, context)
             anchor = anchor + exchange.anchor_of(every)
             whole = torch.cat(list(every), 1)
@@ -293,13 +294,13 @@ _HOOKS = "_context_hooks"
 def share(model: nn.Module, group: Any) -> Context:
     """Tells the layers of a model that the ranks of a group hold consecutive pieces of every sequence. [CTX-MODEL-D1]
 
-    A layer that carries a state from token to token (`state` among its arguments) says in `shares` what it does with
-    a piece: "itself" has it ask its `context`, "layers" hands the states of its own layers through. Others take
-    "turns": they run rank after rank, as they are. `unshare(model)` takes it back.
+    A layer that carries a state from token to token (`state` among its arguments) says in `shares` how it runs a piece:
+    "itself" by means of its `context`, "layers" by passing the states of its layers through. Others take "turns": they
+    run rank after rank, unchanged. `unshare(model)` undoes it.
 
     Raises:
-        ConfigError: a model that carries no state, whose tokens may hear of one another in ways that nobody knows; a
-            layer that looks at later tokens.
+        ConfigError: a model that carries no state, of which it is not known how tokens affect one another; a layer that
+            sees later tokens.
     """
     context = group if isinstance(group, Context) else Context.of(group)
     if not _carries(model):
@@ -325,7 +326,7 @@ def share(model: nn.Module, group: Any) -> Context:
 
 
 def unshare(model: nn.Module) -> None:
-    """Takes back what `share` has told: from now on every process has whole sequences."""
+    """Undoes `share`: from now on every process has whole sequences."""
     for layer in model.modules():
         for handle in layer.__dict__.pop(_HOOKS, ()):
             handle.remove()
@@ -341,7 +342,7 @@ def _shares(layer: nn.Module) -> Shares:
 
 
 def _layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost layers that carry a state, and those in them where these hand states through, by their paths."""
+    """The outermost layers that carry a state, and the layers within those that pass states through, by their paths."""
     if _carries(model):
         yield path, model
         if _shares(model) != "layers":
@@ -362,7 +363,7 @@ class _Relayed:
         self.context, self.anchors = context, list[Any]()
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Takes the state."""
+        """Receives the state of the rank before."""
         x, anchor = args[0], torch.zeros(())
         kwargs = {**kwargs, **({"state": args[1]} if len(args) > 1 else {})}
         if self.context.rank:
@@ -378,7 +379,7 @@ class _Relayed:
         return args[:1], kwargs
 
     def after(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Hands the state on, and returns the last one."""
+        """Sends the state to the next rank, and returns the last rank's."""
         (y, state), anchor = output, self.anchors.pop()
         if not self.context.last:
             anchor = anchor + exchange.send(state, self.context)
@@ -397,10 +398,10 @@ def piece(batch: Tree, rank: int, ranks: int) -> Tree:
 
 @torch.no_grad()
 def sum_gradients(model: nn.Module, context: exchange.Ranks) -> None:
-    """Sums the gradients of parameters over the ranks of a context, each of which has seen a piece: not their mean.
+    """Sums the gradients of parameters over the ranks of a context, each of which ran a piece: the sum, not the mean.
 
-    Of sharded parameters every rank's own shard. A parameter that has a gradient on one rank has one on all; those that
-    no loss depends on stay without."""
+    For sharded parameters it sums each rank's shard. A parameter that has a gradient on one rank has one on all
+    afterwards; those on which no loss depends stay without."""
     import torch.distributed as dist
 
     params = [p for p in model.parameters() if p.requires_grad]

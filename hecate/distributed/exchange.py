@@ -7,7 +7,6 @@ So each result here comes with an anchor, a zero that depends on it, which the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,8 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hecate.errors import ConfigError
+from hecate.states import with_tensors
 
-AXES = 8  # most axes of a tensor that is handed on
+AXES = 8  # most axes of a tensor that is sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Ranks:
 
 
 def anchor_of(*tensors: Any) -> Tensor | float:
-    """0, with a graph to each floating tensor, whose numbers cannot spoil it."""
+    """A 0 whose graph leads to each floating point tensor; NaN in them does not reach it."""
     empty = [item.flatten()[:0].sum() for item in tensors if isinstance(item, Tensor) and item.is_floating_point()]
     return sum(empty, torch.zeros(())) if len(empty) > 1 else empty[0] if empty else 0.0
 
@@ -59,8 +59,8 @@ def _handle(like: Tensor) -> Tensor:
 
 
 def _begin(ctx: Any) -> None:
-    """Ahead of a backward exchange. Where activations are computed again, that has exchanges of its own, which asking
-    for a saved tensor brings about: on every rank ahead of this one."""
+    """To be called before an exchange in a backward pass. If activations are recomputed, that has exchanges of its own,
+    which reading a saved tensor triggers: on every rank before this one."""
     _ = ctx.saved_tensors
     if torch.is_grad_enabled():
         raise ConfigError(
@@ -108,7 +108,7 @@ def _all_gather(mine: Tensor, ranks: Ranks) -> Tensor:
 
 
 def gather(mine: Tensor, ranks: Ranks) -> Tensor:
-    """`[ranks, ...]` of tensors of one shape; the gradient of each is summed over all ranks and brought back."""
+    """`[ranks, ...]` of tensors of one shape; the gradient of each is summed over all ranks and sent to its rank."""
     if not mine.is_floating_point():
         return _all_gather(mine, ranks)
     return _Gather.apply(mine, _handle(mine), ranks)  # type: ignore[no-untyped-call]
@@ -120,14 +120,14 @@ def lengths_of(length: int, ranks: Ranks, device: torch.device) -> list[int]:
 
 
 def joined(mine: Tensor, lengths: list[int], ranks: Ranks) -> Tensor:
-    """A mask `[B, T]` of the whole sequence, from that of every piece."""
+    """A mask `[B, T]` of the whole sequence, from the masks of all pieces."""
     padded = mine.new_zeros(mine.shape[0], max(lengths), dtype=torch.uint8)
     padded[:, : mine.shape[1]] = mine
     whole = _all_gather(padded, ranks)
     return torch.cat([part[:, :length] for part, length in zip(whole, lengths, strict=True)], 1).to(mine.dtype)
 
 
-# Time for heads.
+# Tokens in exchange for heads.
 
 
 class _Swap(torch.autograd.Function):
@@ -239,24 +239,24 @@ def _shapes(sizes: Tensor) -> list[list[int]]:
 
 
 def receive(like: Any, ranks: Ranks) -> tuple[Any, Tensor | float]:
-    """The state that the rank before hands on, a pytree like this one but for its shapes, and its anchor."""
+    """The state that the rank before sends, a pytree like `like` except for shapes, and its anchor."""
     leaves, spec = pytree.tree_flatten(like)
     tensors = [item.detach() for item in leaves if isinstance(item, Tensor)]
     if not tensors:
         return like, 0.0
     received = _Receive.apply(_handle(tensors[0]), ranks, tensors)  # type: ignore[no-untyped-call]
-    return _with(leaves, spec, received), anchor_of(*received)
+    return with_tensors(leaves, spec, received), anchor_of(*received)
 
 
 def send(state: Any, ranks: Ranks) -> Tensor | float:
-    """Hands a state on to the next rank; what is returned is its anchor."""
+    """Sends a state to the next rank, and returns its anchor."""
     tensors = [item for item in pytree.tree_leaves(state) if isinstance(item, Tensor)]
     return _Send.apply(ranks, _handle(tensors[0]), *tensors) if tensors else 0.0  # type: ignore[no-untyped-call]
 
 
 def from_last(state: Any, ranks: Ranks, *, alike: bool) -> Any:
-    """The last rank's state on every rank, `alike` if all have one of the same shapes; gradients of it are the last
-    rank's alone."""
+    """The last rank's state on every rank, `alike` if all ranks have one of the same shapes; its gradients flow on the
+    last rank alone."""
     import torch.distributed as dist
 
     leaves, spec = pytree.tree_flatten(state)
@@ -273,10 +273,4 @@ def from_last(state: Any, ranks: Ranks, *, alike: bool) -> Any:
         copies.append(item.detach().contiguous() if ranks.last else item.new_empty(shape))
         if copies[-1].numel():
             dist.broadcast(copies[-1], group=ranks.group, group_src=ranks.size - 1)
-    return state if ranks.last else _with(leaves, spec, copies)
-
-
-def _with(leaves: list[Any], spec: Any, tensors: Iterable[Tensor]) -> Any:
-    """The pytree with other tensors, in their order."""
-    replacements = iter(tensors)
-    return pytree.tree_unflatten([next(replacements) if isinstance(item, Tensor) else item for item in leaves], spec)
+    return state if ranks.last else with_tensors(leaves, spec, copies)

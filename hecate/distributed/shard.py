@@ -1,5 +1,5 @@
-"""A model over the processes of a mesh: blocks that compute again, compile or run in bfloat16, parameters sharded or
-copied, and values written into what is sharded.
+"""A model over the processes of a mesh: blocks that are recomputed, compiled or run in bfloat16; parameters that are
+sharded or copied; and writes into sharded tensors.
 
 The work is torch's: `fully_shard`, `DistributedDataParallel` and `checkpoint`. `DTensor` is looked for only where
 torch.distributed is loaded already.
@@ -27,15 +27,15 @@ Recompute = int | Literal["none", "full"]
 
 def is_sharded(value: Any) -> bool:
     """True if a tensor is a `DTensor`: spread over processes, or at least declared to be."""
-    if type(value) in _WHOLE:  # a step asks of every tensor, several times
+    if type(value) in _WHOLE:  # the fast path: a step asks this of every tensor, several times
         return False
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
 
 def spread(value: Tensor, like: Any) -> Any:
-    """A whole value, the same on every process, placed as `like` is: each keeps its part, in the value's own dtype, and
-    nothing is sent."""
+    """A whole value, the same on every process, placed like `like`: each process keeps its part, in the value's own
+    dtype, and nothing is sent."""
     if not is_sharded(like):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -45,22 +45,22 @@ def spread(value: Tensor, like: Any) -> Any:
 
 
 def gathered(value: Any) -> Tensor:
-    """The whole of a tensor, on every process, all of which call it; the tensor itself if it is whole."""
+    """The whole of a tensor on every process, all of which must call it; the tensor itself if it is whole."""
     return value.full_tensor().detach() if is_sharded(value) else value
 
 
 @torch.no_grad()
 def overwrite(into: Tensor, value: Tensor) -> None:
-    """Overwrites a tensor with the whole of its new value; of one that is sharded this process's part."""
+    """Overwrites a tensor with its new value, given whole; of a sharded tensor, this process's part."""
     into.copy_(spread(value, into))
 
 
 def adapt(model: nn.Module, *, low: bool, recompute: Recompute, compiled: bool) -> None:
-    """Changes how a model's `blocks` run, and nothing of what they hold. [DIST-BLOCK-D1]
+    """Changes how a model's `blocks` run, but not their parameters. [DIST-BLOCK-D1]
 
     `compiled` compiles each. `low` runs each, and the model around them, with parameters as bfloat16, as
-    `fully_shard` does under its policy: for models that are not sharded. `recompute` keeps the inputs of every block
-    ("full"), or of every n-th from the first, and computes what is between again in the backward pass.
+    `fully_shard` does under its policy: for models that are not sharded. `recompute` keeps only the inputs of every
+    block ("full"), or of every n-th from the first, and runs these blocks again in the backward pass.
     """
     blocks = list(getattr(model, "blocks", ()))
     if (compiled or recompute != "none") and not blocks:
@@ -92,8 +92,8 @@ class _Call(nn.Module):
 
 
 def _in_low(module: nn.Module, function: Callable[..., Any], without: Iterable[nn.Module]) -> Callable[..., Any]:
-    """`function`, the forward pass of a module, with its parameters as bfloat16, but for those of parts that see to
-    themselves."""
+    """`function`, the forward pass of a module, with its parameters as bfloat16, except for those of modules in
+    `without`."""
     call, others = _Call(module, function), {id(p) for part in without for p in part.parameters()}
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -105,11 +105,11 @@ def _in_low(module: nn.Module, function: Callable[..., Any], without: Iterable[n
 
 
 def shard(model: nn.Module, world: World, *, low: bool) -> None:
-    """Shards parameters over `data`, copied over `replicate`: each block by itself, then what is around them.
+    """Shards parameters over `data`, copied over `replicate`: each block by itself, then the rest of the model.
     [DIST-SHARD-D1]
 
-    With `low` they are gathered as bfloat16, their gradients are summed in float32, and what modules are given, the
-    states of memories among it, keeps its dtype.
+    With `low` they are gathered as bfloat16, their gradients are summed in float32, and the inputs of modules, states
+    of memories included, keep their dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -126,8 +126,9 @@ def shard(model: nn.Module, world: World, *, low: bool) -> None:
 
 
 def materialise(model: Any, device: torch.device, source: torch.Generator) -> None:
-    """Storage for a model on the meta device, of sharded parameters for this process's part alone; then its draws, each
-    whole, of which each process keeps its part: the bits of one process. [DIST-SHARD-D2]"""
+    """Allocates a model that is on the meta device, of sharded parameters this process's part alone, and draws its
+    parameters. Each is drawn whole and each process keeps its part, so bits are those of one process.
+    [DIST-SHARD-D2]"""
     model.to_empty(device=device)
     model.reset_parameters(source)
 
@@ -135,7 +136,7 @@ def materialise(model: Any, device: torch.device, source: torch.Generator) -> No
 def copied(module: nn.Module, world: World, *, unused: bool = True) -> nn.Module:
     """The module with its gradients averaged over `replicate` in the backward pass. [DIST-COPY-D1]
 
-    With `unused`, parameters without a gradient in a step are looked for in its graph, and stay without.
+    With `unused`, parameters that are not in a step's graph are searched for, and stay without a gradient.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -153,8 +154,8 @@ def copied(module: nn.Module, world: World, *, unused: bool = True) -> nn.Module
 
 @contextmanager
 def part_of_step(module: nn.Module, model: nn.Module, last: bool) -> Iterator[None]:
-    """Around the forward and backward pass of one part of a batch: before the last one, gradients are not summed over
-    copies; over shards they are each time, so that none is ever held whole."""
+    """A context for the forward and backward pass of one part of a batch: gradients are summed over copies with the
+    last part only, but over shards with every part, so that no process ever has them whole."""
     shards = getattr(model, "set_requires_all_reduce", None)
     if shards is not None:
         shards(last)
@@ -169,8 +170,8 @@ def part_of_step(module: nn.Module, model: nn.Module, last: bool) -> Iterator[No
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Every process has the whole parameters meanwhile, as forward passes have: for parts that are called by
-    themselves. All processes call it."""
+    """A context in which every process has the whole parameters, as in a forward pass: for modules of the model that
+    are called by themselves. All processes must enter it."""
     try:
         for part in _sharded_parts(model):
             part.unshard()
@@ -180,7 +181,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 
 def settle(model: nn.Module) -> None:
-    """Gives back what a forward pass without a backward one has left gathered."""
+    """Shards again the parameters that a forward pass without a backward pass has left gathered."""
     for part in _sharded_parts(model):
         part.reshard()
 

@@ -1,8 +1,8 @@
-"""The processes of a run: which of them this one is, the mesh they form, and how they agree.
+"""The processes of a run: the rank of this one, the mesh they form, and how they agree.
 
-`torchrun` starts them and says by its environment who is who; without it there is one process, and nothing of
-torch.distributed is loaded. What ranks tell one another ahead of training goes as JSON through the store by which
-torch's processes meet: nothing is pickled, and nobody waits for ever.
+`torchrun` starts them and sets their ranks by environment variables; without it there is one process, and nothing of
+torch.distributed is loaded. What ranks exchange before training is sent as JSON through the store at which torch's
+processes meet: nothing is pickled, and no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 Extent = Annotated[Size, Field(ge=1)]
 AXES = ("replicate", "data", "context")
-GRACE = 10.0  # seconds for which others wait beyond rank 0, who names those that did not answer
-LOOK = 1.0  # seconds after which rank 0 looks whether who does not answer is still there
+GRACE = 10.0  # seconds that others wait longer than rank 0, which names the ranks that did not answer
+LOOK = 1.0  # seconds between rank 0's checks that a rank that does not answer is still there
 _CPU = torch.device("cpu")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
@@ -46,8 +46,8 @@ class ParallelConfig(Config):
     """Division of a run's work among its processes: replicate x data x context of them. [DIST-WORLD-D1]
 
     Fields:
-        data: processes that parameters are sharded over; they share the batch. `auto` takes what the others leave.
-        replicate: copies of those, which share the batch, too; `auto` as there, but not both.
+        data: processes over which parameters are sharded; they share the batch. `auto`: all that the other axes leave.
+        replicate: copies of those, which also share the batch; `auto` as for `data`, but not for both.
         context: processes that share the tokens of a sequence.
     """
 
@@ -56,7 +56,7 @@ class ParallelConfig(Config):
     context: Extent = 1
 
     def conflicts(self) -> Conflicts:
-        """Two axes that would take what the other leaves."""
+        """Two axes that would each take what the other leaves."""
         if self.data == self.replicate == "auto":
             yield ("replicate",), "data is auto, too; give one of them"
 
@@ -93,7 +93,7 @@ def each_of(batch_size: int, processes: int) -> int:
 class World:
     """One process among `size`: its rank, its device, and the mesh `("replicate", "data", "context")` of them all.
 
-    `timeout` is how many seconds the others are waited for. [DIST-WORLD-D1]
+    `timeout` is the time in seconds to wait for other ranks. [DIST-WORLD-D1]
     """
 
     rank: int = 0
@@ -161,11 +161,11 @@ class World:
         return whole
 
     def any(self, flag: bool) -> bool:
-        """True if a flag is up on any rank: the same answer on every rank."""
+        """True if a flag is set on any rank: the same answer on every rank."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """`ParallelError` on every rank where plain facts, trees of JSON, differ between ranks: it names the first
+        """Raises `ParallelError` on every rank if facts, trees of plain JSON, differ between ranks; it names the first
         that does, with both values. [DIST-WORLD-D2]"""
         if self.size == 1:
             return
@@ -174,7 +174,7 @@ class World:
             raise ParallelError(fault)
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """The result of `make` on rank 0, plain JSON, on every rank; a `HecateError` of it is raised on every rank."""
+        """The result of `make` on rank 0, plain JSON, on every rank; its `HecateError` is raised on every rank."""
         if self.size == 1:
             return make()
         fault: BaseException | None = None
@@ -192,8 +192,8 @@ class World:
         return answer["value"]
 
     def raise_first(self, error: HecateError | None) -> None:
-        """Raises on every rank where one has an error of its own: there that, elsewhere what the lowest of them has,
-        with its rank. [DIST-RUN-D3]"""
+        """Raises on every rank if any has an error: a rank with an error raises its own, the others that of the lowest
+        such rank, which they name. [DIST-RUN-D3]"""
         if not self.any(error is not None):
             return
         if error is not None and self.size == 1:
@@ -206,13 +206,13 @@ class World:
             raise _error_of(kind, f"on rank {first[0]}, {text}")
 
     def first_of(self, text: str | None) -> tuple[int, str] | None:
-        """The lowest rank that has a text to tell, and the text: the same on every rank."""
+        """The lowest rank with a text, and its text: the same on every rank."""
         first = self._ask(text, lambda values: next(([n, v] for n, v in enumerate(values) if v is not None), None))
         return None if first is None else (first[0], first[1])
 
     def destination(self, choose: Callable[[], str]) -> tuple[str, bool]:
-        """The folder that rank 0 chooses, for every rank; and whether processes that this launch has started before
-        were training there, which torchrun has started again."""
+        """The folder that rank 0 chooses, for every rank; and whether earlier processes of this launch were training
+        there, before torchrun restarted them."""
 
         def found() -> list[Any]:
             launch = None if self.store is None else _beneath(self.store)
@@ -229,7 +229,7 @@ class World:
             _beneath(self.store).set(_out(), folder)
 
     def _ask(self, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
-        """Result of `judge` on rank 0 for everyone's plain values, in the order of ranks; the same on every rank."""
+        """Result of `judge` on rank 0 for the plain values of all ranks, in order; the same on every rank."""
         store, name = self.store, str(next(self._calls))
         if store is None:
             return judge([value])
@@ -249,7 +249,7 @@ class World:
             late = self._late(store, missing[0]) if missing else ""
             answer = json.dumps({"late": late, "value": None if missing else judge(values)})
             store.set(f"{name}/answer", answer)
-            if not missing:  # rank 0 may keep the store, and end by what it has found
+            if not missing:  # rank 0 may host the store, and may end after this
                 self._wait(store, f"{name}/all", GRACE)
         message = json.loads(answer)
         if message["late"]:
@@ -264,7 +264,7 @@ class World:
 
     @staticmethod
     def _wait(store: Store, key: str, seconds: float, rank: int | None = None) -> str | None:
-        """Value of a key set in time; None where it is not, and as soon as the `rank` that is to set it has ended."""
+        """Value of a key; None if it is not set in time, or once the `rank` that should set it has ended."""
         from torch.distributed import DistError
 
         until = time.monotonic() + seconds
@@ -274,7 +274,7 @@ class World:
             try:
                 store.wait([key], timedelta(seconds=look))
                 return str(store.get(key), "utf-8")
-            except (DistError, RuntimeError):  # late, or the process that keeps the store is gone
+            except (DistError, RuntimeError):  # late, or the process that hosts the store is gone
                 gone = time.monotonic() - began < 0.5 * look
             if gone or time.monotonic() >= until or (rank is not None and _has_ended(store, rank)):
                 return None
@@ -287,12 +287,12 @@ def _error_of(kind: str, text: str) -> HecateError:
 
 
 def _out() -> str:
-    """The name under which a launch keeps where it trains, from one attempt of its processes to the next."""
+    """The key under which a launch stores its folder, from one attempt of its processes to the next."""
     return f"hecate/out/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
 def _beneath(store: Store) -> Store:
-    """The store of the whole launch, under the names that it has for one attempt."""
+    """The store of the whole launch, without the prefixes for one attempt."""
     while (under := getattr(store, "underlying_store", None)) is not None:
         store = under
     return store
@@ -341,10 +341,10 @@ def _card(local_rank: int) -> torch.device:
 
 @contextmanager
 def start(parallel: ParallelConfig, device: torch.device | str = "cpu", timeout: float = 600.0) -> Iterator[World]:
-    """The world that torchrun started this process in, else that of one process; a `ParallelError` where another rank
+    """The world in which torchrun started this process, or that of one process; raises `ParallelError` if another rank
     ended. [DIST-WORLD-D1]
 
-    Every rank raises where the mesh does not fit the world, and where ranks have other code or settings.
+    Every rank raises if the mesh does not fit the world, or if code or settings differ between ranks.
     """
     place = torch.device(device)
     launched = _launch_ranks()
@@ -395,7 +395,7 @@ def _launch_ranks() -> tuple[int, int, int] | None:
 
 
 def _meet(world: World) -> World:
-    """With the store at which the ranks meet."""
+    """The world with the store at which its ranks meet."""
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -406,7 +406,7 @@ def _meet(world: World) -> World:
             f"rank {world.rank} of {world.size} did not reach the others within {world.timeout:g} seconds: "
             f"{str(error).splitlines()[0]}; see that every rank was started"
         ) from error
-    # Between two restarts names of their own: torchrun's store outlives them.
+    # A prefix for each restart: torchrun's store outlives them.
     world = replace(world, store=_part(store, f"hecate/{world.restarts}/{world.size}"))
     if world.store is not None:
         world.store.set(f"process/{world.rank}", json.dumps([_machine(), os.getpid(), _start_time(os.getpid())]))
@@ -414,7 +414,7 @@ def _meet(world: World) -> World:
 
 
 def _machine() -> str:
-    """This machine, as long as it runs, and the numbering of its processes; empty where that is not known."""
+    """Identity of this machine until it reboots, and of its process numbering; empty if it is not known."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return f"{boot.strip()} {Path('/proc/self/ns/pid').readlink()}"
@@ -422,7 +422,7 @@ def _machine() -> str:
 
 
 def _start_time(process: int) -> str:
-    """Start of a process of this machine; empty where it has ended."""
+    """Start time of a process of this machine; empty if it has ended."""
     with suppress(OSError):
         state, *facts = Path(f"/proc/{process}/stat").read_bytes().rpartition(b") ")[2].split()
         return "" if state in (b"Z", b"X") else facts[18].decode()
@@ -430,7 +430,7 @@ def _start_time(process: int) -> str:
 
 
 def _has_ended(store: Store, rank: int) -> bool:
-    """True if the process of a rank is known to be gone; it is known of this machine's processes only."""
+    """True if the process of a rank is known to have ended; this is known for processes of this machine only."""
     if not _machine() or not store.check([f"process/{rank}"]):
         return False
     machine, process, begun = json.loads(store.get(f"process/{rank}"))
@@ -445,7 +445,7 @@ def _part(store: Any, name: str) -> Store:
 
 @contextmanager
 def _naming_loss(world: World) -> Iterator[None]:
-    """Tells what torch says where another rank is gone as a `ParallelError`."""
+    """Turns torch's errors for a lost rank into a `ParallelError`."""
     from torch.distributed import DistError
 
     try:

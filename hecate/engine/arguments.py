@@ -18,16 +18,16 @@ from hecate.phi import FeatureMap, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, TokenGates
 from hecate.tape import Run, can_inspect, is_traced, one
 
-# By a reset mask made of `cu_seqlens`: the borders of the documents that hold a token, known on the host.
+# For reset masks made from `cu_seqlens`: the borders of documents that are not empty, as numbers on the host.
 BORDERS = WeakTensorKeyDictionary()
 Named = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
-# Of gates that not every rule takes: the knob that takes it, with a variant that does.
+# For each gate that only some rules take: the knob that decides, and a variant that takes it.
 TAKEN_BY = {"retain": ("retention", "decay"), "momentum": ("algorithm", "momentum")}
 
 
 def check_config(config: MemoryConfig) -> MemoryConfig:
-    """The config, checked once per object."""
+    """The config, validated once per object; refuses anything but a `MemoryConfig`."""
     if not isinstance(config, MemoryConfig):
         raise ConfigError(
             f"config must be a MemoryConfig, got {shorten(config)} ({type(config).__name__}); make one by "
@@ -38,7 +38,7 @@ def check_config(config: MemoryConfig) -> MemoryConfig:
 
 
 def check_tokens(q: Tensor, k: Tensor, v: Tensor, axes: str = "B T H width") -> None:
-    """Refuses what are no floating point tensors of the rank of a shape on one device."""
+    """Refuses q, k and v unless they are floating point tensors of the right rank, on one device."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         expect(tensor, axes, name=name)
     if q.device != k.device or v.device != k.device:
@@ -47,7 +47,7 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, axes: str = "B T H width") -> 
 
 
 def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
-    """Refuses what is no mask over the tokens of keys `[B, T, H, D]`."""
+    """Refuses a mask that does not fit the tokens of keys `[B, T, H, D]`."""
     if mask is not None:
         batch, length, heads = k.shape[:3]
         if isinstance(mask, Tensor) and mask.shape == (batch, heads) and heads != length:
@@ -58,7 +58,7 @@ def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
 def document_starts(
     reset_mask: Tensor | None, cu_seqlens: Tensor | None, k: Tensor, *, going_on: bool
 ) -> Tensor | None:
-    """Starts of documents, `[B, T]`, from whichever of the two is given."""
+    """A mask of the tokens that start a document, `[B, T]`, from a reset mask or from `cu_seqlens`."""
     if cu_seqlens is None:
         return reset_mask
     if going_on:
@@ -73,7 +73,7 @@ def document_starts(
         raise ShapeError(
             f"cu_seqlens must be an integer tensor [documents + 1], got {shorten(cu_seqlens)}; wrap it in torch.tensor"
         )
-    # Borders are those of one row: of several, tokens of one row would follow those of another.
+    # With several rows, the tokens of one would have to follow those of another.
     if k.shape[0] != 1 or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
         raise ShapeError(
             f"cu_seqlens must be integer [documents + 1] with B = 1, got {described(cu_seqlens)} and B = {k.shape[0]}"
@@ -85,7 +85,7 @@ def document_starts(
                 f"cu_seqlens must rise from 0 to T = {length}, the borders of every document; got {shorten(borders)}"
             )
     indices = cu_seqlens.to(k.device, torch.int64, non_blocking=True)
-    # One place more than tokens, for the last border, which starts nothing.
+    # One place more than there are tokens, as the last border starts no document.
     starts = torch.zeros(length + 1, dtype=torch.bool, device=k.device)
     mask = starts.index_fill(0, indices, True)[:length].unsqueeze(0)
     if can_inspect(cu_seqlens) and not is_traced(mask) and not mask.is_inference():
@@ -93,7 +93,7 @@ def document_starts(
     return mask
 
 
-# Gates. What is wrong by their looks is told apart from numbers out of range, which are looked at in every call.
+# Gates. Their types and shapes are checked once for all calls that look alike, numbers out of range in every call.
 
 
 def check_gates(config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor) -> None:
@@ -140,9 +140,9 @@ def filled_gates(
 ) -> list[Tensor]:
     """lr, retain and momentum of keys `[B, T, H, D]` as tensors, in the order of `TokenGates`.
 
-    Tensors are looked at on a CPU, where values may steer: a number out of range is refused with its place, but at
-    tokens that are not written. What is no finite number is left to `on_nonfinite`. `looks`: whether they may be looked
-    at, if that is known. [ENG-CALL-I5]
+    On a CPU, where values can be read without waiting, a number out of range is refused with its place, unless its
+    token is not written; NaN and infinity are left to `on_nonfinite`. `looks`: whether values may be read, if known.
+    [ENG-CALL-I5]
     """
     forms, filled = config.forms, []
     if forms.per_head and gates.retain is None and k.shape[1]:
@@ -168,7 +168,7 @@ def further_gates(
 
 
 def _check_numbers(config: MemoryConfig, gates: Gates) -> None:
-    """Refuses numbers for lr, erase and write with which writes diverge; tensors are not looked at."""
+    """Refuses numbers given for lr, erase and write with which writes diverge; tensors are not checked."""
     numbers = [gate for gate in (gates.lr, gates.erase, gates.write) if gate is not None]
     if numbers and all(isinstance(gate, Real) for gate in numbers):
         erase, write = (1.0 if gate is None else float(gate) for gate in (gates.erase, gates.write))
@@ -177,7 +177,7 @@ def _check_numbers(config: MemoryConfig, gates: Gates) -> None:
 
 def retain_per_head(config: MemoryConfig, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """The retain gates `[..., H]` of a config whose heads differ in them."""
-    # Constants of a config, held per device: a tensor made here would be copied there in every call.
+    # Constants of a config, cached for each device: a tensor made here would be copied to it in every call.
     retains, dtype = config.retention.default_retains(shape[-1]), torch.promote_types(like.dtype, torch.float32)
     return constants(tuple(retains), dtype, like.device).expand(*shape)
 
@@ -200,7 +200,7 @@ def _check_gate(name: str, gate: Any, k: Tensor, top: float) -> None:
         each = f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}"
         raise ShapeError(f"{each}, got {described(gate)}")
     elif not 0 <= float(gate) <= top or float(gate) == math.inf:
-        # No math.isinf: to torch.compile the defaults of a second config are symbols.
+        # Not math.isinf: torch.compile makes symbols of the defaults of a second config.
         raise ConfigError(f"gates.{name} must be {_bounds(top)}, got {float(gate):g}")
 
 
@@ -218,12 +218,12 @@ def _check_channel_gate(name: str, gate: Tensor, k: Tensor, width: int, channel:
 def _gate_tensor(
     name: str, gate: Any, default: float, k: Tensor, write: Tensor | None, top: float, looks: bool | None = None
 ) -> Tensor:
-    """A gate as a tensor, with its numbers in [0, top] where tokens are written; any number if top is below 0."""
+    """A gate as a tensor; refuses numbers outside [0, top] at written tokens, none at all if top is negative."""
     if not isinstance(gate, Tensor):
         value, dtype = default if gate is None else float(gate), torch.promote_types(k.dtype, torch.float32)
         return torch.full(k.shape[:3], value, dtype=dtype, device=k.device)
     if top >= 0 and gate.numel() and (can_inspect(gate, free=True) if looks is None else looks):
-        # One pass for both bounds; which token it was is looked for only where it fails.
+        # One pass for both bounds; the token is searched for only if one is violated.
         low, high = gate.aminmax()
         if not (low.item() >= 0 and high.item() <= top):
             _refuse_range(name, gate, write, top)
@@ -275,7 +275,7 @@ def _refuse_range(name: str, gate: Tensor, write: Tensor | None, top: float) -> 
 def readout_gates(
     config: MemoryConfig, gates: Gates, k: Tensor, retain: Tensor, dtype: torch.dtype, run: Run
 ) -> tuple[Tensor | None, ...]:
-    """The gates of a config's readout as tensors of a dtype, in its order, None where they are not given."""
+    """The gates of a config's readout, in the readout's order, as tensors in `dtype`; None for those not given."""
     tensors: list[Tensor | None] = []
     if retain.dim() == 4 and not config.readout.channels:
         raise ConfigError(
@@ -303,7 +303,7 @@ def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> P
     """The feature map's parameters; an error when it needs some and none are given, or where they are not those of its
     `init`. [ENG-CALL-I6]"""
     if torch.compiler.is_compiling():
-        return params or {"learned": {}, "frozen": {}}  # a map that needs some asks for them by name
+        return params or {"learned": {}, "frozen": {}}  # a map that lacks some fails at their names
     width, heads = k.shape[-1], k.shape[2]
     groups = _expected_params(feature_map, width, max(heads, 1))
     if params is None:
@@ -345,7 +345,7 @@ def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> P
 def _expected_params(
     feature_map: FeatureMap, width: int, heads: int
 ) -> dict[str, dict[str, tuple[tuple[int, ...], bool]]]:
-    """Shapes of a map's parameters, made on no device, and whether they are floating point: by group and name."""
+    """Shape of each of a map's parameters, and whether it is floating point: by group and name."""
     params: dict[str, Named] = feature_map.init(width, heads=heads, device="meta")  # type: ignore[assignment]
     return {
         group: {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in params[group].items()}
@@ -370,7 +370,7 @@ def _refuse_param(name: str, tensor: Tensor, shape: tuple[int, ...], floating: b
 
 
 def check_state(state: MemoryState | None) -> None:
-    """Refuses what is no state that a scan returned."""
+    """Refuses a state that no scan can have returned, by the types in it."""
     if state is None:
         return
     if not isinstance(state, MemoryState):
@@ -387,8 +387,8 @@ def check_state(state: MemoryState | None) -> None:
 
 
 def check_held(config: MemoryConfig, state: MemoryState) -> None:
-    """Refuses a state that holds something for a readout or a normaliser, or nothing, where the config has none, or
-    one."""
+    """Refuses a state with a part for a readout or a normaliser that the config does not have, or without the part for
+    one that it has."""
     if state.readout is not None:
         raise ShapeError(
             f"state.readout holds {sorted(state.readout)}, but the config has readout {config.readout.kind!r}; was the "
@@ -403,7 +403,7 @@ def check_held(config: MemoryConfig, state: MemoryState) -> None:
 
 
 def check_position(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> None:
-    """Refuses a state with a count of tokens where phi needs none, and the other way round."""
+    """Refuses a state that counts tokens though phi needs no positions, or does not though phi needs them."""
     needed, count = config.feature_map.needs_position, None if state is None else state.seen
     if state is not None and (count is not None) != needed:
         raise ShapeError(
@@ -417,7 +417,7 @@ def check_position(config: MemoryConfig, state: MemoryState | None, k: Tensor) -
 
 
 def check_named(what: str, tensors: Named) -> None:
-    """Refuses what are no tensors by name."""
+    """Refuses anything but a dict of tensors."""
     if not isinstance(tensors, dict):
         raise ShapeError(f"{what} must be a mapping of names to tensors, got {described(tensors)}")
     for name, tensor in tensors.items():
@@ -426,7 +426,7 @@ def check_named(what: str, tensors: Named) -> None:
 
 
 def check_tensors(what: str, tensors: Named, expected: Shapes, k: Tensor, *, batch: int | None = None) -> None:
-    """Refuses tensors by name that are not of the shapes expected, or of these for every one of `batch` sequences."""
+    """Refuses named tensors whose shapes are not those expected; with `batch`, they may have that axis in front."""
     if tensors.keys() != expected.keys():
         raise ShapeError(
             f"{what} must hold {sorted(expected) or 'nothing'}, got {sorted(tensors) or 'nothing'}; was it made with "

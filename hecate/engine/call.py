@@ -1,8 +1,9 @@
-"""The records of a scan: what calls that look alike have in common, and one call with its tensors. [ENG-CALL-D1]
+"""The records of a scan: a `Plan`, shared by calls that look alike, and a `Call` with its tensors. [ENG-CALL-D1]
 
-A call of new looks (shapes, dtypes, devices, which arguments are given) is checked for whatever a caller can get wrong,
-and leaves a `Plan`. The next that looks like it looks at the numbers in its gates and packs its tensors: the same ones
-in the same order, hence the same bits. [ENG-CALL-D2]
+The looks of a call are the shapes, dtypes and devices of its arguments, and which of them are given. A call with new
+looks is checked for whatever a caller can get wrong, and leaves a plan. For later calls with these looks only the
+numbers in the gates are checked and the tensors packed: the same ones in the same order, hence the same bits.
+[ENG-CALL-D2]
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from hecate.rule.state import slot_shapes
 from hecate.structure import Memory, starts
 from hecate.tape import Tensors, can_inspect, is_traced, waits
 
-GENERAL = ("erase", "write", "retain_value", "floor")  # the gates that come after the three that every rule has
+GENERAL = ("erase", "write", "retain_value", "floor")  # the gates beside lr, retain and momentum
 RATES = "lr of each weight"  # as `Plan.general` has it
-# By a state's `position` on a device: its version, and the place in the chunk that all its memories are known to be at.
+# For a state's `position` on a device: its version, and the place in the chunk at which all memories are known to be.
 _PLACES = WeakTensorKeyDictionary()
 TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
-MOST = 64  # plans, or programs of a token, that a config keeps
+MOST = 64  # the most plans, and the most programs for a single token, that a config keeps
 DEFAULTS, NO_PARAMS = Gates(), Params(learned={}, frozen={})
 _OF_CALLS = ("flat", "inputs", "memories", "params", "retain", "seen")
 _OF_TENSORS = ("flat", "inputs", "retain", "seen")
@@ -74,37 +75,38 @@ class Inputs(NamedTuple):
 
 
 class TensorsNeeded(Exception):
-    """An engine asks a plan for the tensors of a call: its verdict is that of the call, not of the plan."""
+    """Raised where an engine asks a plan for a call's tensors: its answer then holds for that call alone."""
 
 
 class Plan:
-    """The part that calls of equal looks have in common, without tensors: engines are asked about it, and it is all
-    that an `autograd.Function` may keep of a call beside its tensors.
+    """Everything that calls with the same looks share, without tensors. Engines decide by it whether they can run such
+    calls, and an `autograd.Function` keeps nothing else of a call beside its tensors.
 
     Attributes:
         config: the memory's.
         length: number of tokens.
-        shape: of a memory's first weight, `(V, P)` for a matrix; width: of keys, D.
+        shape: of a memory's first weight, `(V, P)` for a matrix; width: D, the width of keys.
         device: type of the device of all tensors.
-        values: dtype of v; dtype: in which everything is computed and states are held.
+        values: dtype of v, hence of the outputs; dtype: that of the computation and of states.
         channels: whether retain has one value per phi channel, `[B, T, H, P]`.
-        masks: which of the masks write and reset there are; masked: whether any.
+        masks: which of "write" and "reset" are given; masked: whether either is.
         general: the names of erase, write, retain_value and floor where they are given, and `RATES` where lr is.
         traced: whether torch has to see every operation.
-        place: tokens since the chunk's start; None where memories differ or none may look.
-        steps: in how many the chunk engine takes them, of a sketch; else None.
-        by_tensors: whether one did, or nothing is known to look alike: the choice holds for one call.
-        choice: what `choose` has found last of calls that look like this, beside what it was asked.
-        looks: whether a look at numbers costs nothing; None: each tensor is asked.
+        place: tokens since the chunk's start; None where memories differ in it or values cannot be read.
+        steps: of a sketch, the number of steps in which the chunk engine takes the tokens; else None.
+        by_tensors: whether the choice of an engine holds for one call only: an engine has asked for the tensors, or no
+            other call uses the plan.
+        choice: the engine that `choose` took last, behind what it depended on.
+        looks: whether reading values is free, as on a CPU; None: not known, every tensor is asked.
         names: of phi's parameters, learned and frozen; first: where the memories begin in `Call.flat`.
         kinds: names and shapes of the weights, slots, anchor and pending tensors of one memory; counts: how many a
             state has of each kind, in the order of `Carry`; widths: P and V.
-        short: how an engine runs calls of the plan by what is given alone; False if it has no way, None if none was
-            asked for one.
-        wide: P where an unfinished chunk has kept retain per channel, and none is given so; else 0.
+        short: an engine's short way to run such calls from the arguments as given; False if it has none, None if no
+            engine was asked.
+        wide: P where an unfinished chunk in the state has retain per channel, but the gate does not; else 0.
         numbered: whether phi needs positions; anchored: whether the memory forgets towards its start; starts: whether
-            the retention says where that is.
-        counter: the plan of the sum normaliser alone, if there is one; counting: whether it is that.
+            the retention has a `start` of its own.
+        counter: the plan of the sum normaliser, if there is one; counting: whether this is such a plan.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -127,7 +129,7 @@ class Plan:
 
     @classmethod
     def sketch(cls, config: MemoryConfig, *, steps: int = 0, masked: bool = False, **attributes: Any) -> Plan:
-        """The plan of no call, to ask which engine would run one; `attributes` are its further ones."""
+        """A plan without a call, to find out which engine would run one; `attributes` are those of `__init__`."""
         masks = ("write", "reset") if masked else ()
         return cls(config, steps=steps, masks=masks, general=config.gating.gates, **attributes)
 
@@ -136,7 +138,7 @@ class Plan:
         cls, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params,
         state: MemoryState | None, initial: Named | None, write: Tensor | None, reset: Tensor | None,
     ) -> Plan:  # fmt: skip
-        """Of the arguments of `memory_scan`: checks all that a caller can get wrong but the numbers in gates."""
+        """From the arguments of `memory_scan`, all of which it checks, except for the numbers in gates."""
         check_alike(q, k, v, write, reset)
         check_gates(config, gates, k, v)
         check_state(state)
@@ -161,7 +163,7 @@ class Plan:
         dtype = state_dtype(config, q, k, v, initial if state is None else state.memory)
         names = tuple(params["learned"]), tuple(params["frozen"])
 
-        def blank() -> Plan:  # twice, where a copy would do, since torch.compile traces none in every version
+        def blank() -> Plan:  # called twice, as not every version of torch.compile can trace a copy
             plan = cls(config, dtype=dtype, masks=masks, general=general, **looks)
             plan.wide, plan.by_tensors = wide, True
             plan.numbered, plan.anchored = config.feature_map.needs_position, config.retention.anchored
@@ -179,7 +181,7 @@ class Plan:
     def _lay_out(
         self, config: MemoryConfig, state: MemoryState | None, initial: Named | None, k: Tensor, d_v: int
     ) -> None:
-        """The shapes of one memory's tensors, against which those given are checked."""
+        """Fills in the shapes of one memory's tensors, and checks the given state and initial weights against them."""
         batch, _, heads, width = k.shape
         d_phi = config.feature_map.output_dim(width)
         shapes = config.structure.shapes(d_phi, d_v)
@@ -201,7 +203,7 @@ class Plan:
         for field, wanted in zip(fields, self.kinds, strict=True):
             tensors = getattr(state, field)
             if field == "pending" and pending_retain is not None and pending_retain.dim() == 2 and "retain" in wanted:
-                wanted = {**wanted, "retain": ()}  # of a chunk that goes on with retain per channel
+                wanted = {**wanted, "retain": ()}  # the chunk began with one retain per head
             check_tensors(f"state.{field}", tensors, {n: (batch, heads, *s) for n, s in wanted.items()}, k)
         if state.position.shape != (batch, heads) or state.position.device != k.device:
             raise ShapeError(
@@ -211,7 +213,7 @@ class Plan:
 
     @property
     def tensors(self) -> Call:
-        """The call, which a plan does not have: an engine that asks for it is asked again in every call."""
+        """Raises `TensorsNeeded`: a plan has none. `choose` then asks the engine again with the call, every time."""
         if self.steps is not None:
             raise AttributeError("a sketch has no tensors")
         self.by_tensors = True
@@ -228,9 +230,9 @@ class Plan:
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params, state: MemoryState | None,
         initial: Named | None, write: Tensor | None, reset: Tensor | None, *, whole: bool = False,
     ) -> Call:  # fmt: skip
-        """The call of arguments that look like those of the plan; refuses numbers in gates that are out of range. Where
-        an engine has left a short way it has no tensors unless it is asked for them, or is to be whole."""
-        if self.short and not whole:  # of which no number is looked at
+        """A call from arguments that look like those of the plan; refuses numbers in gates that are out of range. Where
+        an engine has a short way, the tensors are packed only when asked for, or at once if `whole`."""
+        if self.short and not whole:  # where no number has to be checked
             return Call(self, None, traced=False, arguments=(q, k, v, gates, params, state, initial, write, reset))
         lr, retain, momentum = filled_gates(self.config, gates, k, write, self.looks)
         if self.wide:
@@ -244,14 +246,14 @@ class Plan:
         while plan is not None:
             fresh = plan.weights(initial, k) if state is None or returns else {}
             carry = plan.fresh(fresh, k) if state is None else plan.flattened(state)
-            # Apart from the state even where that starts there: to a program they are two inputs.
+            # Not the state's tensors, even where it starts at these weights: a program takes them as two inputs.
             flat += [item.flatten(0, 1) for item in fresh.values()] if returns else carry[: plan.counts[0]]
             flat += carry
             state, plan = None if state is None else state.normalizer, plan.counter  # type: ignore[assignment]
         return Call(self, tuple(flat), count, traced=None if self.looks is None else False)
 
     def weights(self, initial: Named | None, k: Tensor) -> Named:
-        """Weights that a memory starts and restarts at, `[B, H, ...]` by name: 0 of a sum normaliser."""
+        """Weights at which a memory starts and restarts, `[B, H, ...]` by name: 0 for a sum normaliser."""
         (batch, _, heads, _), dtype, shapes = k.shape, self.dtype, self.kinds[0]
         if self.counting:
             initial = {name: torch.zeros(heads, *shape, dtype=dtype, device=k.device) for name, shape in shapes.items()}
@@ -271,7 +273,7 @@ class Plan:
         return weights
 
     def fresh(self, weights: Named, k: Tensor) -> list[Tensor]:
-        """The state before any token of a memory of these weights, in the order of `Carry`."""
+        """The state before the first token, from starting weights, in the order of `Carry`."""
         _, slots, anchor, pending = self.kinds
         tensors = []
         for item in weights.values():  # no comprehension, which is a frame in every call
@@ -300,8 +302,8 @@ class Plan:
 
 
 def looks_in(arguments: Any, tensors: list[Any]) -> list[object] | None:
-    """All that tells arguments from others but the numbers in their tensors, which it adds to `tensors`; None where one
-    is neither None, a number, a tensor nor tensors by name."""
+    """The looks of arguments: everything about them except the numbers in their tensors, which are appended to
+    `tensors`. None if one is neither None, a number, a tensor nor a dict of tensors."""
     looks: list[object] = []
     for item in arguments:
         if item is None:
@@ -318,14 +320,14 @@ def looks_in(arguments: Any, tensors: list[Any]) -> list[object] | None:
 
 
 class Call:
-    """One scan: its plan, and its tensors. What engines ask of a plan they may ask of a call, too.
+    """One scan: its plan, and its tensors. It has all attributes of its plan, too.
 
     `flat` has the inputs in the order of `Inputs`, phi's parameters, and for the memory, then for its sum normaliser
     if there is one, the weights at which memories restart and the state, `[N, ...]` of N = B H memories in the order of
     `Carry`. Other tensors of the same plan make another call: `Call(plan, flat)`.
 
     Attributes:
-        inputs: q, k, v, gates, masks and positions, as the caller has them.
+        inputs: q, k, v, gates, masks and positions, not yet cast or mapped to phi-space.
         retain: the gates `[B, T, H]` or `[B, T, H, P]`.
         seen: number of tokens after the last, where phi needs positions.
         traced: whether torch has to see every operation.
@@ -335,7 +337,7 @@ class Call:
         self, plan: Plan, flat: Tensors | None, seen: Tensor | None = None, *, traced: bool | None = None,
         arguments: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
-        """flat: None where it is made of its `arguments` if it is asked for."""
+        """`flat` may be None: it is then packed from `arguments` when first asked for."""
         self.plan, self.config, self.given = plan, plan.config, arguments
         if traced is not None:
             self.traced = traced
@@ -350,7 +352,7 @@ class Call:
         phi_params: Params | None = None, state: MemoryState | None = None, initial: Named | None = None,
         write_mask: Tensor | None = None, reset_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> Call:  # fmt: skip
-        """From the arguments of `memory_scan`: by the plan that others of the same looks have left, else checked."""
+        """From the arguments of `memory_scan`: by the plan of an earlier call with the same looks, or else checked."""
         gates, params = DEFAULTS if gates is None else gates, NO_PARAMS if phi_params is None else phi_params
         if cu_seqlens is not None:
             check_tokens(q, k, v)
@@ -368,9 +370,9 @@ class Call:
         return plan.call(q, k, v, gates, params, *options)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "plan":  # of a copy that is being made
+        if name == "plan":  # while `copy` makes the object
             raise AttributeError(name)
-        if name == "traced":  # where no plan tells
+        if name == "traced":  # not known from the looks
             self.traced = is_traced(*self.flat)
             return self.traced
         if name in _OF_TENSORS:
@@ -396,7 +398,7 @@ class Call:
 
     @property
     def memories(self) -> list[tuple[Memory, Carry]]:
-        """The weights at which it restarts and the state, of the memory and of its sum normaliser if there is one."""
+        """(restart weights, state) of the memory, and of its sum normaliser if there is one."""
         counts, at, flat = self.plan.counts, self.plan.first, self.flat
         memories: list[tuple[Memory, Carry]] = []
         while at < len(flat):
@@ -406,7 +408,7 @@ class Call:
         return memories
 
     def of_normalizer(self) -> Call:
-        """The call of the sum normaliser alone, as far as an engine asks for its config and its place."""
+        """The call of the sum normaliser: its config and place; the tensors are still those of the whole call."""
         return Call(self.plan.counter, self.flat)  # type: ignore[arg-type]
 
     def rewritten(self, write: Tensor) -> Call:
@@ -416,7 +418,7 @@ class Call:
         return Call(plan, (*inputs, *self.flat[len(inputs) :]), self.seen)
 
     def result(self, outputs: Tensors) -> tuple[Tensor, MemoryState]:
-        """y, and the state by name, of the outputs of an engine: y and the states' tensors."""
+        """y, and the state with its tensors by name, from an engine's outputs: y and the states' tensors in order."""
         y, *flat = outputs
         states: list[MemoryState] = []
         lead, plan = (y.shape[0], y.shape[2]), self.plan  # type: ignore[union-attr]
@@ -435,8 +437,8 @@ def _looks(
     config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params, state: MemoryState | None,
     initial: Named | None, write: Tensor | None, reset: Tensor | None,
 ) -> tuple[object, ...] | None:  # fmt: skip
-    """All that checks and engines ask of a call but its numbers; None where torch has to see every operation, and where
-    something is not what it should be. The one place where a scan asks torch whether it has."""
+    """The looks of a call: all that checks and engines may depend on, except its numbers. None where torch has to see
+    every operation, which a scan asks torch here and nowhere else, and where an argument is of a wrong type."""
     plain = isinstance(config, MemoryConfig) and type(gates) is Gates and type(params) is dict
     if torch.compiler.is_compiling() or not plain or params.keys() != NO_PARAMS.keys():
         return None
@@ -455,7 +457,7 @@ def _looks(
 
 
 def keep(cache: dict[Any, Any], looks: object, entry: Any) -> None:
-    """Leaves what is made for calls of these looks in place of the oldest, where there are many."""
+    """Stores an entry for calls with these looks, in place of the oldest if there are `MOST`."""
     if len(cache) >= MOST:
         cache.pop(next(iter(cache)), None)
     cache[looks] = entry
@@ -491,8 +493,8 @@ def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, 
 
 
 def state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, weights: Named | None) -> torch.dtype:
-    """In what a state is held: the highest precision among the config, the inputs and the state to go on from or to
-    start at."""
+    """The dtype of a state: the highest precision among the config, the inputs and the weights to go on from or start
+    at."""
     dtype = config.dtype
     for tensor in (q, k, v, *(() if weights is None else weights.values())):
         if tensor.dtype != dtype:
@@ -501,10 +503,10 @@ def state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, weights: 
 
 
 def place_of(config: MemoryConfig, state: MemoryState | None) -> int | None:
-    """Tokens since the chunk's start, 0 without a state; None if memories differ or none may look.
+    """Tokens since the chunk's start, 0 without a state; None if memories differ in it or values cannot be read.
 
-    Looking at values waits for the device, so it is done only where there are chunks, and where it is not known from
-    the call that made the state."""
+    Reading values waits for the device, so that is done only where there are chunks, and the call that made the state
+    has not noted the place."""
     if config.chunk == 1 or state is None or state.position.numel() == 0:
         return 0
     if not can_inspect(state.position):
@@ -517,7 +519,7 @@ def place_of(config: MemoryConfig, state: MemoryState | None) -> int | None:
 
 
 def _remember(call: Call, states: list[MemoryState]) -> None:
-    """Keeps the places at which known ones end, lest the next call wait for the device that holds them."""
+    """Notes the place at which each state ends, if known, so that the next call need not read it from the device."""
     chunk, first = call.config.chunk, states[0].position
     if not waits(first) or call.traced or first.is_inference():
         return
@@ -531,7 +533,7 @@ def complete(
     config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, write_mask: Tensor | None,
     reset_mask: Tensor | None, cu_seqlens: Tensor | None, *, going_on: bool = False,
 ) -> Inputs:  # fmt: skip
-    """The checked inputs with every gate as a tensor."""
+    """The inputs of a scan, checked, with every gate as a tensor."""
     check_tokens(q, k, v)
     if cu_seqlens is not None:
         reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
@@ -557,7 +559,7 @@ def check_alike(q: Tensor, k: Tensor, v: Tensor, write: Tensor | None, reset: Te
 
 
 def numbered(config: MemoryConfig, state: MemoryState | None, inputs: Inputs) -> tuple[Inputs, Tensor | None]:
-    """The inputs with their tokens' positions, and the count of tokens at their end.
+    """The inputs with the positions of their tokens, and the number of tokens after the last.
 
     A position is the number of tokens written since the start or the last reset; both are None where phi needs none.
     [ENG-POS-D1]

@@ -60,8 +60,8 @@ def coefficients(
     reset: Tensor | None = None,
     form: AlgorithmForm | None = None,
 ) -> tuple[Combined, Combined, Combined | None]:
-    """The state after each token, before it (but after its reset), and S after it; `form` is by default that of the
-    config's algorithm.
+    """Coefficients of the memory after each token, of the memory before it (but after its reset), and of S after it;
+    `form` is by default that of the config's algorithm.
 
     Gates and masks are `[..., C]` and broadcast over the leading axes.
     """
@@ -102,7 +102,7 @@ def coefficients(
 def faced_states(
     config: MemoryConfig, after: Combined, before: Combined, retain: Tensor, write: Tensor | None
 ) -> Combined:
-    """The states at which gradients are taken: those before the tokens, or these decayed."""
+    """Coefficients of the states at which gradients are taken: before each token, or that decayed."""
     if config.decay_order == "with_step":
         return before
     if not config.algorithm.uses_momentum:  # the next memory without the token's own write
@@ -112,7 +112,8 @@ def faced_states(
 
 
 def _since_resets(reset: Tensor | None, like: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Functions that zero `[..., t, i]` where a reset is in i < l <= t, and `[..., t]` where one is up to and at t."""
+    """Two functions: one zeroes `[..., t, i]` where a reset is at l, i < l <= t, the other `[..., t]` where one is at
+    or before t."""
     if reset is None:
         return (lambda pairs: pairs), (lambda weight: weight)
     count = reset.cumsum(-1)
@@ -134,10 +135,10 @@ class Matrices(NamedTuple):
     """A group of g blocks of C tokens, `[g, N, ...]`, for base states side by side in `[V, b P]`: first M, first S,
     initial M, where they exist."""
 
-    read: Tensor  # [C, b P]: the queries as the base states see them
-    attend: Tensor  # [C, C]: the writes as the queries see them
-    keys: Tensor  # [C, P]: the keys as the last memory holds them
-    leaving: Tensor | None  # [1 or P, b]: how much of each base state the last memory holds; 1
+    read: Tensor  # [C, b P]: the queries, as multiplied with the base states
+    attend: Tensor  # [C, C]: the weight of each write in the answer to each query
+    keys: Tensor  # [C, P]: the keys, weighted as in the block's last memory
+    leaving: Tensor | None  # [1 or P, b]: weight of each base state in the last memory; 1
     seen: Tensor | None  # [C, b P], [C, C]: as `read` and `attend`, for the predictions;
     lower: Tensor | None  # None where u does not depend on them
     slot_keys: Tensor | None  # [C, P] and [1]: as `keys` and `leaving`, for S
@@ -145,7 +146,7 @@ class Matrices(NamedTuple):
 
 
 def stepped_keys(chunks: Tokens) -> Tensor:
-    """lr times the keys that tokens are written with; 0 for those that are not."""
+    """lr times the key that each token writes with; 0 for tokens that are not written."""
     lr = chunks.lr if chunks.write is None else torch.where(chunks.write, chunks.lr, 0.0)
     return lr.unsqueeze(-1) * (chunks.phi_k if chunks.phi_w is None else chunks.phi_w)
 
@@ -312,7 +313,7 @@ def walk_linear(matrices: Matrices, v: Tensor, states: States) -> tuple[Tensor, 
     bases, last = all_states[:-1], leaving[-1].split(states.memory.shape[-1], -1)
     writes = values if taken is None else plus(values, taken, bases.mT, -1)
     y = plus(matrices.read @ bases.mT, matrices.attend, writes)
-    # Copies: what goes on shall not hold the states of all blocks.
+    # Copies, so that the carry does not keep the states of all blocks alive.
     return y, bases, writes, States(last[0].clone(), None if states.slot is None else last[1].clone(), states.initial)
 
 
@@ -384,7 +385,7 @@ def _keys(matrices: Matrices) -> Tensor:
 
 
 def _taken(matrices: Matrices, taken: Tensor | None, keys: Tensor) -> Tensor:
-    """(T seen)^T K - leaving, `[g, N, b P, s P]`: what a block takes of its base states."""
+    """(T seen)^T K - leaving, `[g, N, b P, s P]`: what a block subtracts from its base states."""
     width, count = matrices.keys.shape[-1], 1 if matrices.leaving is None else matrices.leaving.shape[-1]
     if taken is None:
         way = keys.new_zeros(*keys.shape[:2], count * width, keys.shape[-1])
@@ -401,7 +402,7 @@ def _taken(matrices: Matrices, taken: Tensor | None, keys: Tensor) -> Tensor:
 
 
 def _sum_states(leaving: Tensor | None, states: Tensor) -> None:
-    """Adds to the writes of every block, in place, what is left of the state before it."""
+    """Adds to each block's writes, in place, what is left after it of the state before it."""
     if leaving is None:
         states.cumsum_(0)
         return
@@ -410,7 +411,7 @@ def _sum_states(leaving: Tensor | None, states: Tensor) -> None:
 
 
 def _sum_cotangents(leaving: Tensor | None, flows: Tensor) -> None:
-    """The same from the last block."""
+    """The same for cotangents, from the last block to the first."""
     if leaving is None:
         flows.copy_(flows.flip(0).cumsum_(0).flip(0))
         return

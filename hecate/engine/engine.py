@@ -1,9 +1,9 @@
-"""Engines: ways to run calls that give the token loop's numbers; and the choice of one. [ENG-ENGINE-D1]
+"""Engines, each a way to run a call that agrees with the token loop; and the choice of one. [ENG-ENGINE-D1]
 
     class Mine(Engine):
         name = "mine"
 
-        def refuses(self, config):  # why it is not exact for a config, whatever it is called with
+        def refuses(self, config):  # why it cannot run a config exactly, whatever the inputs
             return None if config.forms.linear else "it is for linear memories"
 
         def cost(self, plan):
@@ -13,7 +13,7 @@
             ...
             return y, *states
 
-Subclassing registers it, from anywhere: `engine="mine"` asks for it, `engine="auto"` takes it where it is the cheapest.
+Subclassing registers it, wherever the class is: `engine="mine"` asks for it, `engine="auto"` takes it if cheapest.
 """
 
 from __future__ import annotations
@@ -42,32 +42,33 @@ EngineName = str
 class Engine(ABC):
     """A way to run calls. A subclass with a `name` is registered under it.
 
-    It gives `cost` and `run`, and `refuses` and `unfit` where there is a reason to. `run` is made of blocks, which a
-    tape can record and torch can differentiate; one with a backward pass of its own gives `forward` and `backward` too.
+    It defines `cost` and `run`, and if it cannot run everything `refuses` and `unfit`. `run` is made of blocks, which a
+    tape can record and torch can differentiate; an engine with a backward pass of its own also defines `forward` and
+    `backward`.
     """
 
     name: ClassVar[str]
-    truth: ClassVar[bool] = False  # whether the others are compared with it
+    truth: ClassVar[bool] = False  # whether it is the one that the others have to agree with
     automatic: ClassVar[bool] = True  # whether `auto` may take it
-    steady: ClassVar[bool] = False  # whether a token's bits depend on nothing but the tokens before it, for `exact`
-    transposes: ClassVar[bool] = False  # whether it reads memories that learn keys from values
-    anchors: ClassVar[bool] = False  # whether it forgets towards the start
-    bounds: ClassVar[bool] = False  # whether it normalises steps by what writes do to one another
-    traceable: ClassVar[bool] = True  # whether torch can look through it; else it is an operator under torch.compile
-    takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it knows
+    steady: ClassVar[bool] = False  # whether a token's bits depend only on the tokens up to it, for `exact`
+    transposes: ClassVar[bool] = False  # whether it can read memories by their transpose
+    anchors: ClassVar[bool] = False  # whether it can forget towards the start
+    bounds: ClassVar[bool] = False  # whether it can normalise steps by the curvature that a chunk's writes meet
+    traceable: ClassVar[bool] = True  # whether torch.compile can trace it; else it is an operator there
+    takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it supports
     registry: ClassVar[dict[str, Engine]] = {}
     reason: ClassVar[str] = ""  # why it costs what it costs, where that is the same for all calls
-    registrations: ClassVar[int] = 0  # so far: what was chosen before the last may not be the cheapest
+    registrations: ClassVar[int] = 0  # so far: a choice made before the last one may be out of date
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "name" in vars(cls):
             taken = cls if cls.name not in Engine.registry else type(Engine.registry[cls.name])
-            # Defined once more, as in a notebook, a class takes its own place.
+            # A class defined again, as in a notebook, replaces itself.
             again = (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
             if cls.name == "auto" or not again:
                 raise ConfigError(f"there is an engine {cls.name!r} already; give {cls.__name__} another name")
-            # ABC has not looked yet, and would let an instance be made.
+            # ABC has not yet computed `__abstractmethods__`, and would allow an instance.
             names = sorted({name for base in cls.__mro__[1:] for name in getattr(base, "__abstractmethods__", ())})
             missing = ", ".join(n for n in names if getattr(getattr(cls, n), "__isabstractmethod__", False))
             if missing:
@@ -81,7 +82,7 @@ class Engine(ABC):
         return None
 
     def excludes(self, config: MemoryConfig) -> str | None:
-        """Reason why it cannot run a config, whatever it is called with; None if it can."""
+        """Reason why it cannot run a config, whatever the inputs; None if it can."""
         if config.forms.transposed and not self.transposes:
             return f"it reads what memories predict, and {config.structure.named} is read by its transpose"
         if config.retention.anchored and not self.anchors:
@@ -91,28 +92,28 @@ class Engine(ABC):
         return self.refuses(config)
 
     def unfit(self, plan: Plan) -> str | None:
-        """Reason why it cannot run calls of a plan although it is exact for their config: device, dtypes, masks,
-        tracing, sizes.
+        """Reason why it cannot run calls of a plan although it supports their config: device, dtypes, masks, tracing,
+        sizes.
 
-        A plan has no tensors: once for all calls that look alike it is asked this, its cost, and what it says about
-        them. One that asks for `plan.tensors`, or what else a call alone has, is given the call, in every call."""
+        A plan has no tensors: `unfit`, `cost` and `about` are asked once for all calls that look alike. An engine that
+        asks for `plan.tensors`, or anything else that only a call has, is asked again, with the call, every time."""
         return None
 
     def unable(self, plan: Plan) -> str | None:
-        """Reason why it cannot run calls of a plan, for whatever reason; None if it can."""
+        """The first reason why it cannot run calls of a plan, its config included; None if it can."""
         if (
             plan.traced and not self.traceable and not compiled_alone()
-        ):  # first: what it asks of a config may not be traced either
+        ):  # first: the questions about a config may not be traceable either
             return TRACED
         config, known = plan.config, plan.config.refusals
-        if torch.compiler.is_compiling():  # which cannot trace what remembers
+        if torch.compiler.is_compiling():  # which cannot trace a cache
             known = {}
         if self not in known:
             known[self] = self.excludes(config)
         if (reason := known[self]) is not None:
             return reason
         for name in plan.general:
-            # Under dot nothing is asked of the memory, and the written key is the only one.
+            # With bias dot no prediction is made, so the key that is written is the only key.
             if name not in self.takes and not (name == "write" and config.forms.target):
                 return f"it does not know gates.{name}"
         return self.unfit(plan)
@@ -122,11 +123,11 @@ class Engine(ABC):
         """Microseconds, roughly: `auto` takes the least. `math.inf` leaves the call to others."""
 
     def about(self, plan: Plan) -> str:
-        """Reason why it costs what it costs, for the log: by default its `reason`."""
+        """A few words on its cost, for the log and `hecate show --engine`: by default its `reason`."""
         return self.reason
 
     def autodiff(self, config: MemoryConfig) -> Autodiff:
-        """Meaning of `autodiff="auto"`: autograd, which keeps what blocks make, for linear memories, else the tape."""
+        """Meaning of `autodiff="auto"`: autograd, which keeps what blocks make, for linear memories; else the tape."""
         return "torch" if config.forms.linear else "auto"
 
     @abstractmethod
@@ -135,7 +136,7 @@ class Engine(ABC):
         executes."""
 
     def forward(self, call: Call, keeps: bool) -> tuple[Tensors, Any]:
-        """The results of `run`, and if it `keeps` one, the record for `backward`."""
+        """The outputs of `run`, and the record for `backward` if `keeps` is set."""
         raise NotImplementedError
 
     def backward(self, call: Call, record: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -143,11 +144,11 @@ class Engine(ABC):
         raise NotImplementedError
 
     def program(self, plan: Plan, run: Run, *flat: Tensor | None) -> Tensors:
-        """A call as a function of its tensors: its `outputs`."""
+        """The `outputs` of a call as a function of its tensors, for `differentiate`."""
         return self.outputs(Call(plan, flat), run)
 
     def outputs(self, call: Call, run: Run) -> Tensors:
-        """y in v's dtype, and states that are no inputs."""
+        """y in v's dtype, and the new states, none of which shares storage with an input."""
         plan, flat = call.plan, call.flat
         if type(self).backward is Engine.backward:
             y, *states = self.run(call, run)
@@ -165,17 +166,17 @@ class Engine(ABC):
 
 
 class TokenEngine(Engine):
-    """An engine for tokens in phi-space: features and the sum normaliser are made around its `scan`."""
+    """An engine for tokens in phi-space: it defines `scan`, and `run` adds features before it, the normaliser after."""
 
     takes: ClassVar[tuple[str, ...]] = ("floor",)
-    counts_along: ClassVar[bool] = False  # whether a normaliser may be one more row of a matrix memory, under bias dot
+    counts_along: ClassVar[bool] = False  # whether, with bias dot, a normaliser may be one more row of a matrix memory
     l2_norm: ClassVar[Block | None] = None  # a kernel of its own for key_norm="l2"
 
     @abstractmethod
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """Outputs `[B, T, H, V]` of tokens `[B, T, H, *]`, and the new state of the N = B H memories.
 
-        Of the call it asks for its config and its place in the chunk."""
+        Of the call it uses only the config and the place in the chunk."""
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """Features, the scan, and the quotient by the normaliser."""
@@ -191,8 +192,8 @@ class TokenEngine(Engine):
 
 
 def apart(states: Sequence[Tensor | None], flat: Tensors, run: Run, traced: bool | None = None) -> list[Tensor | None]:
-    """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
-    one. `traced`: what `is_traced` says of what is given, if that is known."""
+    """The states, with copies of tensors that no token has changed, such as an anchor, so that no result is an input or
+    a view of one. `traced`: the value of `is_traced` for the inputs, if known."""
     traced = is_traced(*flat) if traced is None else traced
     storages = set()
     for item in flat:
@@ -202,7 +203,7 @@ def apart(states: Sequence[Tensor | None], flat: Tensors, run: Run, traced: bool
     for item in states:
         shared = False
         if item is not None and item.is_floating_point():
-            # A compiler takes the address of an input for a constant, and would compile for every tensor anew.
+            # torch.compile takes an address for a constant, and would compile again for every tensor.
             shared = any(item is x for x in flat) if traced else item.untyped_storage().data_ptr() in storages
         copies.append(one(run(COPY, item, label="state")) if shared else item)
     return copies
@@ -215,7 +216,7 @@ COPY = linear_block("copy", torch.clone, lambda g: g)
 
 
 def one_retain(plan: Plan | Call) -> str | None:
-    """Reason why a retention whose step has a kernel has none where retain differs from cell to cell."""
+    """Reason why a retention's step has no kernel where retain differs between cells, though it has one where not."""
     form = plan.config.forms.retention
     wide = plan.channels or "retain_value" in plan.general
     if isinstance(form, str) or not wide or not isinstance(reason := form.step(single=False), str):
@@ -231,8 +232,8 @@ def chunk_refusal(config: MemoryConfig) -> str | None:
 
 
 def untold(config: MemoryConfig) -> str | None:
-    """Reason why operators cannot be handed a rule as text: it would be read as another one, as of a kind that is
-    defined anew by now; None if they can."""
+    """Reason why a rule cannot be passed to an operator as text: read back, it would be another rule, as where a kind
+    has been redefined since. None if it can."""
     for knob in knobs_of(config.rule):
         if type(knob)._registry.get(knob.kind) is not type(knob):
             return f"its operator is handed the rule as text, and {knob.kind!r} is another class by now"
@@ -240,7 +241,7 @@ def untold(config: MemoryConfig) -> str | None:
 
 
 def check_exact(config: MemoryConfig, asked: EngineName) -> None:
-    """`ConfigError` for an engine that is not exact for a config, whatever it is called with."""
+    """Refuses an engine, by name, that cannot run a config exactly, whatever the inputs."""
     if asked == "auto":
         return
     engine = Engine.registry.get(asked) if isinstance(asked, str) else None
@@ -250,8 +251,8 @@ def check_exact(config: MemoryConfig, asked: EngineName) -> None:
 
 
 def choose(asked_of: Plan | Call, asked: EngineName = "auto") -> Engine:
-    """The engine asked for, `ConfigError` if it cannot run the call, or calls of the plan, exactly; or the cheapest
-    that can: found once for all calls of a plan, unless an engine looks at their tensors."""
+    """The engine asked for, or for "auto" the cheapest one that can run the call, or calls of the plan. It is noted in
+    the plan, for all its calls, unless an engine looks at tensors. `ConfigError` if the one asked for cannot."""
     plan = asked_of if isinstance(asked_of, Plan) else asked_of.plan
     exact = not torch.compiler.is_compiling() and STEADY.get()  # `steady`, without a frame
     known = (asked, exact, Engine.registrations, len(Engine.registry))
@@ -263,7 +264,7 @@ def choose(asked_of: Plan | Call, asked: EngineName = "auto") -> Engine:
             choice = plan.choice = known, _chosen(plan, asked)
         except TensorsNeeded:
             plan.by_tensors = True
-    # One that looked at tensors may have caught what told it to wait for the call.
+    # An engine may have caught `TensorsNeeded`, and answered without the tensors.
     return _chosen(asked_of, asked) if plan.by_tensors else choice[1]
 
 
@@ -282,7 +283,7 @@ def _chosen(asked_of: Any, asked: EngineName) -> Engine:
     for engine in Engine.registry.values():
         if not engine.automatic or (exact and not engine.steady):
             continue
-        # First of all: asking whether it fits may load what it needs.
+        # Cost first, as `unable` may import what the engine needs.
         cost = float(engine.truth) if exact else engine.cost(asked_of)
         if cost < least and engine.unable(asked_of) is None:
             best, least = engine, cost
@@ -292,8 +293,8 @@ def _chosen(asked_of: Any, asked: EngineName) -> Engine:
 
 
 def explain(asked_of: Plan | Call, asked: EngineName = "auto", *, others: bool = False) -> tuple[str, str]:
-    """The name of the engine that `choose` takes, and why; what the others say if it has no reason of its own, or if
-    asked for."""
+    """The name of the engine that `choose` takes, and why; with the verdicts on the others if it gives no reason of its
+    own, or if `others` is set."""
     engine = choose(asked_of, asked)
     if asked != "auto":
         return engine.name, "asked for"
@@ -307,20 +308,19 @@ def explain(asked_of: Plan | Call, asked: EngineName = "auto", *, others: bool =
 
 
 def verdicts(asked_of: Any) -> dict[str, str]:
-    """Each engine's verdict on a call or a plan: why it is not exact, why it cannot run it, else why it costs what it
-    costs."""
+    """Each engine's verdict on a call or a plan: why it cannot run it, or else what it says about its cost."""
     return {name: engine.unable(asked_of) or engine.about(asked_of) for name, engine in Engine.registry.items()}
 
 
 def exact_engines(config: MemoryConfig, *, length: int = 2, masked: bool = False) -> list[str]:
-    """The engines beside the token loop that are exact for a config on the CPU, with masks or without."""
+    """Names of the engines, besides the token loop, that can run a config on the CPU, with masks or without."""
     plan = Plan.sketch(config, length=length, channels=config.retention.gate_form.channels, masked=masked)
     others = [each for each in Engine.registry.values() if not each.truth]
     return [each.name for each in others if each.unable(plan) is None]
 
 
 def loops(config: MemoryConfig) -> bool:
-    """True if `exact` leaves a config to the token loop, whose single tokens have programs."""
+    """True if under `exact` only the token loop can run a config; its single tokens then have programs."""
     known: dict[Any, Any] = config.refusals
     if loops not in known:
         plan = Plan.sketch(config, length=1, channels=config.retention.gate_form.channels)

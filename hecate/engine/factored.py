@@ -68,8 +68,8 @@ def factored(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
 
 
 class _Record(NamedTuple):
-    """Residuals of one token for the backward pass: the state before it and after, where its gradient was taken, its
-    prediction and the residuals of bias and step, and the factors."""
+    """Record of one token for the backward pass: the states before and after it, the weights at which its gradient was
+    taken, its prediction, the residuals of bias and step, and the factors."""
 
     before: State
     after: State
@@ -81,7 +81,7 @@ class _Record(NamedTuple):
 
 
 class _Loop:
-    """The tokens of a scan, and the same backwards."""
+    """The tokens of a scan one after the other, forward and backward."""
 
     def __init__(self, config: MemoryConfig) -> None:
         self.config, self.bias = config, config.bias.block()
@@ -90,7 +90,7 @@ class _Loop:
         self.decayed = config.decay_order == "before_gradient"
 
     def split(self, inputs: Tensors) -> tuple[State, State, list[Tokens]]:
-        """The first state, the one of a restart, and every token."""
+        """The first state, the state after a restart, and the tokens."""
         count = 1 + len(self.config.algorithm.slots)
         state, initial = several(inputs[:count]), one((inputs[count],))
         columns = [None if item is None else item.unbind(1) for item in inputs[count + 1 :]]
@@ -99,7 +99,7 @@ class _Loop:
         return state, (initial, *map(torch.zeros_like, state[1:])), tokens
 
     def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[State]]:
-        """Outputs and the last state; the states of every sqrt(T)-th token."""
+        """Outputs and the last state, and as record the state at every sqrt(T)-th token."""
         state, fresh, tokens = self.split(inputs)
         every, starts, outputs = _every(len(tokens)), [], []
         for t, token in enumerate(tokens):
@@ -124,7 +124,7 @@ class _Loop:
         return (after if token.write is None else _where(token.write, after, state)), record
 
     def entered(self, token: Tokens, fresh: State, state: State) -> State:
-        """The state that a token finds, after its reset."""
+        """The state before a token, restarted if the token resets it."""
         return state if token.reset is None else _where(token.reset, fresh, state)
 
     def backward(self, inputs: Tensors, starts: list[State], cotangents: Sequence[Tensor]) -> Tensors:
@@ -165,7 +165,7 @@ class _Loop:
             none = tuple(map(torch.zeros_like, later))
             later, passed = _where(token.write, later, none), _where(token.write, none, later)
         gmemory, *gslots = later
-        # M' = r M + L R^T, of ranks far below V and P: no gradient of the memory's size is built.
+        # M' = r M + L R^T with ranks far below V and P, so that no gradient of the memory's size is needed.
         gleft, gright = torch.bmm(gmemory, record.right), torch.bmm(gmemory.mT, record.left)
         gu, gp, glr, gmomentum, *gslots = self.step.pullback(record.of_step, [gleft, gright, *gslots])
         gpred, gv = self.bias.pullback(record.of_bias, [gu])

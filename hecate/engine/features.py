@@ -1,9 +1,8 @@
 """From q, k, v and gates to tokens in phi-space, and from answers to the quotients of a sum normaliser: one path for
 every engine and every read.
 
-A size is the root of squares and a step divides by squares, which leave a dtype's range long before the features do. So
-where features are far from 1 they are first brought near it by a power of two, which rounds nothing and cancels in the
-quotient. [RULE-RANGE-I1]
+Norms and steps need squares, which overflow or underflow long before the features do. So features far from 1 are first
+scaled to about 1 by a power of two, which rounds nothing and cancels in the quotient. [RULE-RANGE-I1]
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, execute, form
 from hecate.tape.ops import largest, levelling, near_one, over, reach
 
 NORMALIZED_EPS = 1e-6
-FLOW_SERIES = 0.05  # below it eight terms are exact to 1e-17
+FLOW_SERIES = 0.05  # below it eight terms of the series are exact to 1e-17
 
 
 def to_tokens(
     config: MemoryConfig, inputs: Inputs, params: Params, dtype: torch.dtype, run: Run,
     *, l2: Block | None = None,
 ) -> Tokens:  # fmt: skip
-    """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]` in a dtype. l2: a kernel for
+    """Tokens `[B, T, H, *]` in `dtype`, after phi, key_norm, query_scale and the step rule. l2: a kernel for
     key_norm="l2"."""
     q, k, v, lr, *gates = cast_inputs(config, inputs, dtype, run)
     if inputs.position is not None:
@@ -56,15 +55,15 @@ def featured(
 ) -> tuple[Tensor, Tensor]:
     """phi, key_norm and query_scale of keys and queries."""
     phi_k, phi_q = k, q
-    # A tape records the identity by its name; autograd meets it in a view, where cotangents are summed up, unless a
-    # block takes it up at once.
+    # The identity is run only where it shows: as a named call on a tape, and for autograd as a view, at which the
+    # cotangents of several uses are summed up. A norm's block sums them up by itself.
     if run is not execute or not config.forms.identity or config.key_norm == "none":
         block, tensors = config.feature_map.block(NO_PARAMS if params is None else params)
         if block.vjp is not None and block.program is None:
             block = by_hand(block)
         phi_k = one(run(block, k, *tensors, label="phi(k)"))
         phi_q = one(run(block, q, *tensors, label="phi(q)"))
-    if config.key_norm == "l2" and l2 is not None:  # a kernel takes one tensor
+    if config.key_norm == "l2" and l2 is not None:  # the kernel takes one tensor at a time
         phi_k, phi_q = one(run(l2, phi_k, label="key_norm")), one(run(l2, phi_q, label="key_norm"))
     elif config.key_norm != "none":
         phi_k, phi_q = several(run(L2_NORM if config.key_norm == "l2" else SUM_NORM, phi_k, phi_q, label="key_norm"))
@@ -74,8 +73,8 @@ def featured(
 
 
 def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
-    """Tokens as a memory meets them: where it learns keys from values these change places, and what decays value
-    channels decays those of what it is asked at."""
+    """Tokens with keys and values exchanged, for a memory that learns keys from values; retain_value, which decays
+    value channels, then decays the channels of its keys. Other tokens stay as they are."""
     if not config.forms.transposed:
         return tokens
     retain, value = tokens.retain, tokens.retain_value
@@ -87,13 +86,13 @@ def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
 def cast_inputs(
     config: MemoryConfig, inputs: Inputs, dtype: torch.dtype, run: Run, *, narrow: bool = False
 ) -> list[Tensor]:
-    """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q; lr dampened if the algorithm asks for
-    it."""
+    """q, k, v, lr, retain and momentum in `dtype`, all but q set to 0 at masked tokens; lr times (1 - momentum) if the
+    algorithm dampens it."""
     tensors: list[Tensor] = []
     for tensor in inputs[:6]:
         fits = tensor.dtype == dtype or (narrow and tensor.itemsize < dtype.itemsize)
         tensors.append(tensor if fits else one(run(cast(dtype), tensor, label="inputs")))
-    q, rest = tensors[0], tensors[1:]  # a list: what a star takes is a tuple to the tracing of older versions of torch
+    q, rest = tensors[0], tensors[1:]  # a list, also when traced
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
         rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]
@@ -105,8 +104,8 @@ def cast_inputs(
 def _gated(
     config: MemoryConfig, phi_k: Tensor, inputs: Inputs, dtype: torch.dtype, run: Run
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The keys that are erased with and written with, the latter None where it is the former; and retain_value; with
-    gates cast, neutral at masked tokens."""
+    """The keys to erase with, the keys to write with (None if they are the same) and retain_value, from gates that are
+    cast and set to 1 at masked tokens."""
     gates: list[Tensor | None] = []
     for gate in inputs[9:12]:
         if gate is not None:
@@ -117,7 +116,7 @@ def _gated(
     erase, write, retain_value = gates
     erased = phi_k if erase is None else one(run(_GATE, phi_k, erase, label="erase"))
     written = phi_k if write is None else one(run(_GATE, phi_k, write, label="write"))
-    if config.forms.target:  # which never asks the memory
+    if config.forms.target:  # bias dot, which erases nothing
         return written, None, retain_value
     return erased, None if written is erased else written, retain_value
 
@@ -147,7 +146,8 @@ def scaled(x: Tensor, factor: Tensor | float, run: Run, label: str) -> Tensor:
 
 
 def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Callable[..., Tensor]) -> Block:
-    """Each x over its size, or the root of it; a zero vector stays zero. Residuals: quotients and divisors."""
+    """The block x / size_of(x), or x / sqrt(size_of(x)), of each x; a zero vector stays zero. Residuals: quotients and
+    divisors."""
 
     def forward(*xs: Tensor) -> tuple[Tensors, list[tuple[Tensor, Tensor]]]:
         residuals, looks = [], can_inspect(*xs, free=True)
@@ -157,7 +157,7 @@ def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Calla
                 level = levelling(largest(x))
                 x = x * level
                 size = size_of(x)
-            size = torch.where(size > 0, size, 1.0)  # ahead of the root, whose derivative is infinite at 0
+            size = torch.where(size > 0, size, 1.0)  # before the root, whose derivative at 0 is infinite
             size = size.sqrt() if root else size
             residuals.append((x / size, size if level is None else size / level))
         return next(zip(*residuals, strict=True)), residuals
@@ -172,7 +172,7 @@ def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> Tensor:
     unit, norm = residuals
     product = unit * g
     along = product.sum(-1, keepdim=True)
-    # Into the same tensor: pages of a long sequence's fresh tensors cost more than the arithmetic.
+    # Reuses `product`: for long sequences the pages of a new tensor cost more than the arithmetic.
     return torch.addcmul(g, unit, along, value=-1, out=product).div_(norm)
 
 
@@ -191,20 +191,21 @@ SUM_NORM = _norm("sum_norm", lambda x: x.sum(-1, keepdim=True), False, _sum_norm
 def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
     """A token's key, value and step size under `config.step`.
 
-    The write of lr/|phi|^2 is (e/|phi|)(phi/|phi|)^T, which may be representable where |phi|^2 is not. Where the
-    gradient is linear in prediction and value it is the write of (c phi, c v) with lr/|c phi|^2, and for dot that of c
-    phi alone with c lr/|c phi|^2. Elsewhere a key too long to be squared is cut to a length that can be. [RULE-STEP-I2]
-    A weight lr of the square error is that of key and value by its root, and a step size of 1. [RULE-STEP-D2]
+    A step of lr/|phi|^2 writes (e/|phi|)(phi/|phi|)^T, which may be representable where |phi|^2 is not. If the gradient
+    is linear in prediction and value, (c phi, c v) with lr/|c phi|^2 gives the same write, and under dot c phi with
+    c lr/|c phi|^2, so that a factor c brings squares into range. Otherwise a key too long to be squared is shortened
+    until it can be. [RULE-STEP-I2] Weighting the square error by lr is the same as multiplying key and value by
+    sqrt(lr) and taking a step of 1. [RULE-STEP-D2]
     """
     if config.step == "weighted":
         phi, v = several(run(_WEIGHTED, phi, v, lr, label="step"))
         return phi, v, torch.ones_like(lr)
     rule, least = _STEPS[config.step]
     floor, dot = torch.full_like(lr, least), config.forms.target
-    # The values of a sum normaliser are 1, whatever becomes of v.
+    # A sum normaliser has the value 1, which does not scale with v.
     same = dot or (config.forms.error and config.normalizer == "none")
     same = same and config.forms.linear and config.algorithm.linear
-    # Its derivative has |phi|^4 in it.
+    # The derivative contains |phi|^4.
     top = reach(phi.dtype, 0.2 if same else 0.4)
     if can_inspect(phi, free=True) and phi.numel() and largest(phi).amax().item() <= top:
         return phi, v, one(run(rule, lr, phi, floor, label="step"))
@@ -221,7 +222,7 @@ def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) 
 
 
 def cut_to_square(phi: Tensor, run: Run) -> Tensor:
-    """Keys, those too long to be squared cut to a length that can be. [RULE-STEP-I2]"""
+    """Keys; those too long to be squared are shortened until they can be. [RULE-STEP-I2]"""
     top = reach(phi.dtype, 0.4)
     if can_inspect(phi, free=True) and phi.numel() and largest(phi).amax().item() <= top:
         return phi
@@ -254,7 +255,7 @@ def _implicit_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[
 
 def _flow(lr: Tensor, phi: Tensor, floor: Tensor) -> tuple[Tensors, Tensors]:
     square = phi.square().sum(-1)
-    time = lr / floor * square  # floor is 1, or the square by which phi was scaled
+    time = lr / floor * square  # floor is 1, or the square of the factor on phi
     small = time < FLOW_SERIES
     step = torch.where(small, lr / floor * _series(time, 0), -torch.expm1(-time) / torch.where(small, 1.0, square))
     return (step,), (lr, phi, floor, square, time)
@@ -271,7 +272,7 @@ def _flow_vjp(residuals: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], g: Tenso
 
 
 def _series(x: Tensor, order: int) -> Tensor:
-    """(1 - exp(-x))/x or its derivative near 0, where both cancel."""
+    """(1 - exp(-x))/x near 0, or its derivative (order 1), by a series: the formulas lose their digits there."""
     x = x.clamp(max=FLOW_SERIES)
     total = torch.zeros_like(x)
     for n in reversed(range(8)):
@@ -280,7 +281,7 @@ def _series(x: Tensor, order: int) -> Tensor:
 
 
 def _rooted(phi: Tensor, v: Tensor, lr: Tensor) -> tuple[Tensors, Tensors]:
-    # A token of weight 0, as one that is masked, is not there: its gate hears nothing.
+    # A token of weight 0, such as a masked one, does not count: its gate gets no gradient.
     some = lr != 0
     root = torch.where(some, lr, 1.0).sqrt() * some
     return (phi * root.unsqueeze(-1), v * root.unsqueeze(-1)), (phi, v, root)
@@ -296,7 +297,7 @@ def _rooted_vjp(residuals: tuple[Tensor, Tensor, Tensor], gphi: Tensor, gv: Tens
 
 _WEIGHTED = by_hand(Block("step.weighted", _rooted, _rooted_vjp))
 
-# By hand under autograd too: the derivative by lr is a difference of nearly equal terms to it.
+# By hand under autograd too, which would take the derivative by lr as a difference of nearly equal terms.
 _STEPS = {
     **dict.fromkeys(
         ("normalized", "key_normalized"),
@@ -311,8 +312,8 @@ _STEPS = {
 
 
 def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool) -> Tensors:
-    """Outputs and the states' tensors of a memory and its sum normaliser; `along` says that `scan` may run both as one
-    memory of one more row."""
+    """Outputs and the states' tensors of a memory with a sum normaliser; `along`: `scan` may run the normaliser as one
+    more row of the memory."""
     memories, back = call.memories, None
     units: tuple[Tensor, ...] = ()
     if call.config.normalizer == "sum":
@@ -334,8 +335,8 @@ def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool)
 def quotient(
     config: MemoryConfig, y: Tensor, z: Tensor, run: Run, floor: Tensor | None, units: tuple[Tensor, ...] = ()
 ) -> Tensor:
-    """Answers `[..., V]` over the sums of weights `[..., 1]`, brought to the size of `units`; or over the larger of
-    these and a floor `[...]`."""
+    """Answers y `[..., V]` divided by the sums of weights z `[..., 1]`, by `units` where z is 0; with
+    normalizer="max", by the larger of |z| and a floor `[...]`."""
     if config.normalizer == "sum":
         return one(run(DIVIDE, y, z, *units, label="normalizer"))
     if floor is None:
@@ -346,7 +347,7 @@ def quotient(
 
 
 def counting(tokens: Tokens) -> Tokens:
-    """The tokens of a sum normaliser: the value is 1, and the written key the only one."""
+    """The tokens of a sum normaliser: values are 1, and the key to write with is the only key."""
     ones = torch.ones_like(tokens.v[..., :1])
     return tokens._replace(v=ones, phi_k=tokens.phi_k if tokens.phi_w is None else tokens.phi_w, phi_w=None)
 
@@ -354,8 +355,8 @@ def counting(tokens: Tokens) -> Tokens:
 def _counting_along(
     scan: Scan, counter: Call, tokens: Tokens, memories: list[tuple[Memory, Carry]], run: Run
 ) -> list[tuple[Tensor, Carry]]:
-    """Outputs and states of a memory and of its normaliser, run as one more row of the memory: exact where a row never
-    looks at another and the value is all that differs."""
+    """Outputs and states of a memory and of its normaliser, run as one more row of the memory. Exact where rows do not
+    depend on one another and the two differ in their values only."""
     (initial, carry), (zero, count) = memories
 
     def joined(first: Memory, last: Memory) -> Memory:
@@ -379,11 +380,11 @@ _WITH_ONE = linear_block("with_one", lambda v: torch.cat((v, torch.ones_like(v[.
 def levelled(
     config: MemoryConfig, tokens: Tokens, memories: list[tuple[Memory, Carry]], run: Run
 ) -> tuple[Tokens, list[tuple[Memory, Carry]], tuple[Tensor, ...], Tensor | None]:
-    """The same quotients from features near 1, so that a cotangent over a small sum of weights stays representable:
-    those of a query cancel, and so do those of all keys with the states.
+    """Tokens and memories with features scaled to about 1, so that cotangents over a small sum of weights stay
+    representable. The quotients do not change: a factor on a query cancels, and so does one on all keys and the states.
 
-    Beside tokens and memories, the factors `[B, 1 or T, H, 1]` by which the features came there, and what the states
-    are to be multiplied by at the end `[N]`."""
+    Also returned: these factors, `[B, 1 or T, H, 1]`, and the factor `[N]` that the states have to be multiplied by in
+    the end, None for none."""
     units: tuple[Tensor, ...] = ()
     size = largest(tokens.phi_q)
     if not near_one(size):
@@ -406,7 +407,7 @@ def levelled(
 
 
 def _times(carry: Carry, factor: Tensor, run: Run) -> Carry:
-    """A state with everything that is linear in the writes times a constant `[N]`."""
+    """A state, all of whose tensors that are linear in the writes are multiplied by a constant `[N]`."""
     linear = (_weighted(item, factor, run) for item in carry[:4])
     return Carry(*linear, *carry[4:])  # type: ignore[arg-type, call-arg]
 
@@ -416,8 +417,8 @@ def _weighted(tensors: Memory, factor: Tensor, run: Run) -> Memory:
 
 
 def _divide(numerator: Tensor, denominator: Tensor, *units: Tensor) -> tuple[Tensors, Any]:
-    # The sum of weights is 0 for an empty memory; one that is no normal number would have a derivative that is no
-    # number. What is divided by 1 then is divided by what 1 has become.
+    # An empty memory has the sum 0, and a subnormal sum a derivative that is not finite: both divide by 1 instead, or
+    # by `units`, which is what 1 becomes where features were scaled.
     filled = denominator >= torch.finfo(denominator.dtype).tiny
     divisors = [torch.where(filled, denominator, 1.0)]
     divisors += [torch.where(filled, 1.0, unit) for unit in units]

@@ -1,8 +1,8 @@
-"""FLOPs of a memory over a sequence, and torch's `FlopCounterMode` told of them. [ENG-FLOP-D1]
+"""FLOPs of a memory over a sequence, reported to torch's `FlopCounterMode`. [ENG-FLOP-D1]
 
-They are the model's: the products of the recurrence token by token, whichever engine runs it and however often it makes
-something again; a backward pass has twice those of the forward, as products of matrices do. Counted as torch counts,
-two for a multiplication and its addition; what goes number by number (decay, momentum, norms) is not.
+They count the model, not the engine: the products of the recurrence, token by token, whichever engine runs it and
+however often it recomputes something. A backward pass has twice those of the forward, as with products of matrices. As
+torch counts, a multiplication and its addition are two, and elementwise work (decay, momentum, norms) is not counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Scan = Callable[..., Any]
 def scan_flops(
     scan: Scan, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, phi_params: Params | None
 ) -> int:
-    """Flops of one forward pass of `scan` over q, k `[B, T, H, D]` and v `[B, T, H, V]`; their values play no part.
+    """Flops of one forward pass of `scan` over q, k `[B, T, H, D]` and v `[B, T, H, V]`; their values do not matter.
 
     A delta rule of a matrix has 6 D_phi V for each token and head: the prediction, the outer product, the answer; one
     whose bias asks for no prediction 4 D_phi V. Products of phi, of readouts and of algorithms come on top.
@@ -50,7 +50,8 @@ def scan_flops(
 
 
 def _of_chunk(scan: Scan, config: MemoryConfig, length: int, *rest: Any) -> int:
-    """Flops of a chunk, or of its first `length` tokens: each adds as many as the third to those of the chunk's end."""
+    """Flops of a chunk, or of its first `length` tokens: those of its end, and for each token as many as the third one
+    adds."""
     if length <= SAMPLE + bool(config.blocks):
         return _of_tokens(scan, config, length, *rest)
     whole = length == config.chunk
@@ -59,7 +60,7 @@ def _of_chunk(scan: Scan, config: MemoryConfig, length: int, *rest: Any) -> int:
         for n in (SAMPLE - 1, SAMPLE)
     )
     each = three - two
-    if whole and config.blocks:  # every token is weighed against the keys of a chunk, BLOCK at most
+    if whole and config.blocks:  # each token's step depends on the chunk's keys, at most BLOCK of them
         four = _of_tokens(scan, config.model_copy(update={"chunk": SAMPLE + 1}), SAMPLE + 1, *rest)
         # f(n) = c + n (a + b min(n, BLOCK)), whose second difference is 2 b
         pair = (four - 2 * three + two) // 2
@@ -91,7 +92,7 @@ def _of_tokens(
     flops = counter.get_total_flops()
     if config.forms.linear and config.forms.target and config.writes == 1:
         heads, width, answer = v.shape[-2], config.feature_map.output_dim(q.shape[-1]), v.shape[-1]  # type: ignore[union-attr]
-        flops -= 2 * length * heads * width * answer  # a prediction that the loop makes and nothing asks for
+        flops -= 2 * length * heads * width * answer  # a prediction that the loop makes, though nothing uses it
     if config.commit == "chunk":
         call = Call.of(config, q[:, :1], k[:, :1], v[:, :1], None, phi_params=params)  # type: ignore[index]
         start, carry = call.memories[0]
@@ -102,7 +103,7 @@ def _of_tokens(
 
 
 def _outer(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Of a product number by number that is an outer product, a column by a row."""
+    """Flops of an elementwise product that is an outer product, a column times a row."""
     if not all(isinstance(shape, tuple) and len(shape) > 1 for shape in (a, b)):
         return 0
     (m, x), (y, n) = a[-2:], b[-2:]
@@ -114,7 +115,7 @@ def _outer(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
 
 
 def counters() -> list[Any]:
-    """The `FlopCounterMode`s that count now, asked for where there are dispatch modes."""
+    """The active `FlopCounterMode`s; called only where there are dispatch modes."""
     if (module := sys.modules.get("torch.utils.flop_counter")) is None or torch._C._are_functorch_transforms_active():
         return []
     modes = _python_dispatch._get_current_dispatch_mode_stack()
@@ -122,8 +123,8 @@ def counters() -> list[Any]:
 
 
 def counted(scan: Scan, counting: Sequence[Any], flops: int, *args: Any, **options: Any) -> Any:
-    """The results of `scan`, told to the counters as `flops`, and its backward pass as twice as many: what it runs on
-    the way is hidden from them. It is differentiable once."""
+    """The results of `scan`, which counts as `flops`, and its backward pass as twice as many; the operations that they
+    run are hidden from the counters. Differentiable once."""
     leaves, layout = tree_flatten((args, options))
     tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
     specs: list[Any] = []
@@ -146,7 +147,7 @@ def counted(scan: Scan, counting: Sequence[Any], flops: int, *args: Any, **optio
 
 
 def tell(counting: Sequence[Any], flops: int) -> None:
-    """Adds to what they have counted, in the modules that run now."""
+    """Adds to the counts of these counters, for the modules that are running."""
     for counter in counting:
         for place in set(counter.mod_tracker.parents):
             counter.flop_counts[place][NAME] += flops
@@ -154,7 +155,7 @@ def tell(counting: Sequence[Any], flops: int) -> None:
 
 @contextmanager
 def hidden(counting: Sequence[Any]) -> Iterator[None]:
-    """Without what they count; where nothing else looks at every operation, engines run as they do without counters."""
+    """Context in which counters see nothing; unless another mode is active, engines run as they do without counters."""
     known = [counter.flop_registry for counter in counting]
     popped = []
     for counter in counting:

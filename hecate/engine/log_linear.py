@@ -57,7 +57,7 @@ MOST_LEVELS = 48  # of which the oldest but one takes 2^46 tokens to fill; as nu
 
 
 def tree_refusal(config: MemoryConfig) -> tuple[str, str] | None:
-    """Reason why the content of a memory cannot be kept apart by age, after the field that says so; None if it can."""
+    """The field that rules out keeping a memory's content apart by age, and the reason; None if nothing does."""
     if config.chunk > 1 or config.commit == "chunk":
         return "chunk", f"chunk={config.chunk} takes gradients at a remembered state; use chunk=1, commit='token'"
     if config.structure.diagonal or not config.forms.linear:
@@ -89,7 +89,7 @@ def log_linear_scan(
     name: str = "memory",
     **options: Any,
 ) -> tuple[Tensor, MemoryState]:
-    """`memory_scan` of an affine rule that reads what is of one age with a weight of its own.
+    """`memory_scan` of an affine rule, whose reads weigh each level, the content of one age, by a number of its own.
 
     Shapes: as in `memory_scan`; scale, the lambda of L levels, `[B, T, H, L]`. In a state memory and momentum are
     `[B, H, L, V, P]`, and `position` counts the tokens written, `[B, H]`; `initial` starts in the last level.
@@ -274,7 +274,7 @@ def _rows_moved_on(rows: Tensor, age: Tensor, levels: int) -> Tensor:
     return moved_on(rows.unflatten(1, (levels, -1)), age, 1).flatten(1, 2)
 
 
-# In blocks. Levels are held as `[N, P, L V]`.
+# In blocks. Levels lie as `[N, P, L V]`.
 
 
 def _segment_in_blocks(
@@ -296,11 +296,11 @@ class Solved(NamedTuple):
     """Blocks `[g, N, ...]` whose own writes are accounted for: base states on an axis b P, first M, first S, initial M,
     where they exist."""
 
-    pairs: Tensor  # [C, C]: what a token answers of each value
-    query: Tensor  # [C, b P]: with what it reads the base states
-    keys: list[Tensor]  # [C, P]: with what each value lies in the last M, and S
-    leaving: list[Tensor] | None  # [1 or P, b]: of the base states in the last M, and S; None where M stays
-    moves: list[Tensor] | None  # [P, b P]: the same where writes take something out of the base states
+    pairs: Tensor  # [C, C]: the weight of each value in each token's answer
+    query: Tensor  # [C, b P]: the queries to the base states
+    keys: list[Tensor]  # [C, P]: the key of each value in the last M, and in S
+    leaving: list[Tensor] | None  # [1 or P, b]: weights of the base states in the last M, and in S; None where M stays
+    moves: list[Tensor] | None  # [P, b P]: the same, if writes erase from the base states
 
 
 def _solved(config: MemoryConfig, chunks: Tokens) -> Solved:
@@ -308,7 +308,7 @@ def _solved(config: MemoryConfig, chunks: Tokens) -> Solved:
     pairs, query = matrices.attend, matrices.read
     keys = [key for key in (matrices.keys, matrices.slot_keys) if key is not None]
     leaving = None if matrices.leaving is None else [matrices.leaving]
-    if leaving is not None and matrices.slot_leaving is not None:  # nothing of M, all of S, nothing of the initial M
+    if leaving is not None and matrices.slot_leaving is not None:  # S alone, with nothing of M and of the initial M
         whole = matrices.slot_leaving[..., None, None]
         leaving.append(pad(whole, (1, leaving[0].shape[-1] - 2)))
     if matrices.lower is None or matrices.seen is None:

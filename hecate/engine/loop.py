@@ -1,7 +1,7 @@
 """The token loop: the truth that every other engine is compared with.
 
-Memory of the backward pass grows with sqrt(T): the sequence is cut into segments of about sqrt(T) tokens, the outer
-tape keeps one carry per segment, and a segment is taped again when its turn comes.
+The memory that a backward pass needs grows with sqrt(T): the sequence is cut into segments of about sqrt(T) tokens, the
+outer tape keeps one carry per segment, and the backward pass tapes one segment after another again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def sequential(
 ) -> tuple[Tensor, Carry]:
     """Runs the token loop: outputs `[N, T, V]` and the final carry, with ceil(sqrt(T)) tokens between checkpoints;
     there are none where nothing is kept."""
-    # Nothing records: no checkpoint is worth its cut.
+    # Nothing is recorded, so checkpoints would only cost time.
     if run is execute:
         return _segment(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
@@ -82,8 +82,8 @@ def sequential(
 def in_segments(
     program: Scan, rows: list[Tensors], carry: Carry, initial: Memory, run: Run, *, each: int = 1, keep: bool = False
 ) -> tuple[Tensor, Carry]:
-    """Outputs and last carry of `program(rows, carry, initial, run, first)`, a checkpoint for every so many rows, of
-    which `first` is the place of the first; `keep` is that of `checkpoint`."""
+    """Outputs and last carry of `program(rows, carry, initial, run, first)`, with a checkpoint for every `each` rows,
+    `first` being the number of the first of them; `keep` is that of `checkpoint`."""
     begin, width = len(carry.flat), len(rows[0])
     end = begin + len(initial)
 
@@ -134,7 +134,7 @@ def _segment(
 
 
 def blocks_of(config: MemoryConfig) -> tuple[Block, Block | None]:
-    """Blocks that every token runs: the read, and the write where that is one block, as a chunk's sum never is."""
+    """Blocks that every token runs: the read, and the write if it is a single block; a chunk's sum never is."""
     write = config.rule.write_block() if config.commit == "token" else None
     return config.structure.read_block(), write
 
@@ -151,8 +151,8 @@ def token_step(
 ) -> tuple[Tensor, Carry, Memory | None]:
     """One token, time axis dropped: reset, read before, write, read after.
 
-    `weights` are those of the carried memory where they are known; the third result are those of the new one, if this
-    token has read them.
+    `weights` are those of the carried memory, if known; the third result are those of the new memory, if this token has
+    computed them for its read.
     """
     read, write = blocks or blocks_of(config)
     linked = partial(config.rule.weights, run=run)
@@ -167,7 +167,7 @@ def token_step(
     if carry.pending_retain:  # the product of the chunk's retain gates
         decay = one(run(MULTIPLY, carry.pending_retain[0], decay))
     if config.frozen_gradients:
-        # The memory that a chunk finds is its anchor: where its gradients are taken.
+        # The memory at a chunk's start is its anchor, at which its gradients are taken.
         opens = carry.position == 0
         anchor = per_weight(run, SELECT, (opens,) * len(anchor), carry.memory, carry.anchor)
         carry = carry._replace(anchor=anchor)
@@ -185,7 +185,7 @@ def token_step(
         token, carry = normalised(config, token, carry, at or carry.memory, run)
     commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, write)
     carry = commit(config, token, carry, at, decay, initial, run)
-    # A masked token was run like any other, and all that it did is thrown away.
+    # A masked token runs like any other, and its effect on the state is discarded.
     if token.write is not None:
         carry = select(token.write, carry, before, run)
     late = config.read == "after"
@@ -213,14 +213,14 @@ def _in_chunk(
 
 
 def regained(config: MemoryConfig, memory: Memory, initial: Memory, retain: Tensor, run: Run) -> Memory:
-    """A memory after a step, with what of its start has taken the place of what it forgot. [RET-START-D2]"""
+    """A memory after a step, plus (1 - retain) times its start if it forgets towards that. [RET-START-D2]"""
     if not config.retention.anchored:
         return memory
     return per_weight(run, _REGAINED, memory, initial, (retain,) * len(memory))
 
 
 def normalised(config: MemoryConfig, token: Tokens, carry: Carry, at: Memory, run: Run) -> tuple[Tokens, Carry]:
-    """A token with the length of its step, and the carry with its key; gradients are taken at the weights `at`.
+    """A token whose lr is normalised, and the carry with its key remembered; gradients are taken at the weights `at`.
     [RULE-STEP-D3]"""
     p = one(run(_ROW, token.phi_k))
     keys = carry.keys[0] if carry.keys else p[:, :0]
@@ -254,7 +254,7 @@ def _commit_token(
         return carry
     position = (carry.position + 1) % config.chunk
     if carry.pending_retain:
-        # A chunk's retain gates multiply up from 1.
+        # The product of a chunk's retain gates starts at 1.
         product = one(run(SELECT, position == 0, torch.ones_like(decay), decay))
         carry = carry._replace(pending_retain=(product,))
     return carry._replace(position=position)
@@ -270,7 +270,7 @@ def _commit_chunk(
     position = (carry.position + 1) % config.chunk
     waiting = carry._replace(slots=slots, pending=pending, pending_retain=(decay,), position=position)
     if run is execute and not torch.is_grad_enabled() and can_inspect(position, free=True) and position.all():
-        return waiting  # which the step would leave as it is
+        return waiting  # no chunk ends here, so the step would change nothing
     committed = committed_chunk(config, waiting, initial, token.momentum, run)
     return select(position == 0, committed, waiting, run)
 
@@ -292,7 +292,7 @@ def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
 
 
 def restarted(config: MemoryConfig, mask: Tensor, initial: Memory, carry: Carry, run: Run) -> Carry:
-    """The carry, of memories in the mask that of one that starts anew from `initial`."""
+    """The carry, in which the memories of the mask start anew from `initial`."""
     anew = Carry(
         memory=initial,
         slots=tuple(torch.zeros_like(slot) for slot in carry.slots),

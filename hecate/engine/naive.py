@@ -1,4 +1,4 @@
-"""The recurrence of a memory, to be read: what every engine computes, in no hurry."""
+"""The recurrence of a memory, written to be read: what every engine computes, without regard for speed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def naive(
         if config.decay_order == "before_gradient":
             at = regained(tuple(retention.step(weight, torch.zeros_like(weight), decay) for weight in anchor), decay)
         w = linked(at)
-        if config.blocks:  # of the last keys, as many as a chunk has or `BLOCK`, and this one
+        if config.blocks:  # the last keys, as many as a chunk has but at most `BLOCK`, and this one
             near = phi_k[:, max(0, t + 1 - min(config.chunk, BLOCK)) : t + 1]
             flagged = torch.nn.functional.pad(near[:, :-1], (0, 1), value=1.0)
             (c,) = execute(lengths(structure.graph(), config.blocks), p.unsqueeze(1), None, flagged, *w)
@@ -100,7 +100,7 @@ def naive(
             g = structure.pullback(w, phi_w[:, t], bias.grad(structure.predict(w, p), target))
         elif algorithm.takes_any_gradient():  # d ell / d W, unless the structure names another
             g, _ = structure.gradient(bias.block(), w, p, target)
-        else:  # it chooses another, by what it remembers
+        else:  # the algorithm chooses another gradient, by its context
             slots = [slot for group in s for slot in group]
             g, carried = config.rule.descended(w, Token(p, target, lr), (*slots, *context))
             context = carried[len(slots) :]

@@ -1,9 +1,9 @@
-"""Non-finite memories: the policies of `on_nonfinite`, and the token at which a memory or an output left the finite
-numbers.
+"""Memories that are not finite: the policies of `on_nonfinite`, and the search for the first token at which a memory or
+an output is NaN or infinite.
 
-On a CPU `"raise"` looks at once and names the token. Elsewhere a look would make the host wait for the device in every
-call: there the first place that shows itself is computed on the device and looked at late, by the next call, by
-`MemoryState.check` or by the trainer after each step. [ENG-FINITE-D4]
+On a CPU `"raise"` checks at once and names the token. On other devices a check would make the host wait in every call:
+there sizes are computed on the device and read later, by the next call, by `MemoryState.check` or by the trainer after
+each step. [ENG-FINITE-D4]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CURE = "Set key_norm='l2' or step='normalized', lower lr, or choose on_nonfinite
 
 
 def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
-    """Refuses outputs or states that are not finite, at once or late."""
+    """Refuses outputs or states that are not finite: at once on a CPU, else when a later call reads them."""
     if late._WAITING:
         late.look()
     free = not (call.traced or waits(outputs[0]))
@@ -41,7 +41,7 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
     if late.HELD or (not free and waits(floats[0])):
         _put_off(name, floats)
         return
-    # A sum over anything non-finite is non-finite, and costs one pass; the converse needs a look.
+    # The sum is not finite if any number is not, and costs one pass; but finite numbers may overflow in it, too.
     if not math.isfinite(torch.stack(list(map(Tensor.sum, floats))).sum().item()) and not all(
         bool(item.isfinite().all()) for item in floats
     ):
@@ -49,19 +49,19 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
 
 
 def is_late(tensor: Tensor) -> bool:
-    """True if looks at a tensor are put off."""
+    """True if a tensor's numbers are not checked at once."""
     return waits(tensor) or bool(late.HELD)
 
 
 def check_late(name: str, y: Tensor, state: MemoryState) -> None:
-    """The late look at outputs `[B, T, H, V]` and a state by name."""
+    """Checks what earlier calls have put off, and puts off the check of these outputs `[B, T, H, V]` and this state."""
     late.look()
     counted = () if state.normalizer is None else carry_of(state.normalizer).flat
     _put_off(name, [item for item in (y, *carry_of(state).flat, *counted) if item.is_floating_point()])
 
 
 def skip(call: Call) -> Call:
-    """The call without the tokens that would break a memory: they are left unwritten."""
+    """The call with a write mask that leaves out the tokens which would make a memory infinite or NaN."""
     good = _finite_writes(call)
     heads, written = call.inputs.v.shape[2], call.inputs.write
     good = good.unflatten(0, (-1, heads)).transpose(1, 2)
@@ -69,14 +69,14 @@ def skip(call: Call) -> Call:
 
 
 class _Memory:
-    """One memory of a scan and what it reads, token by token."""
+    """A memory of a scan, or its sum normaliser, run token by token."""
 
     def __init__(self, config: MemoryConfig, tokens: Tokens, initial: Memory, carry: Carry) -> None:
         self.config, self.initial, self.carry = config, initial, carry
         self.columns = [None if item is None else item.unbind(1) for item in tokens]
 
     def stepped(self, t: int, ok: Tensor | None = None) -> tuple[Tensor, Carry]:
-        """The answer to the t-th token and the state after it, written where it is `ok`."""
+        """The answer to the t-th token and the state after it; `ok` masks the write."""
         token = self.token(t)
         if ok is not None:
             token = token._replace(write=ok if token.write is None else ok & token.write)
@@ -97,7 +97,7 @@ def _memories(call: Call) -> list[_Memory]:
 
 @torch.no_grad()
 def _finite_writes(call: Call) -> Tensor:
-    """`[N, T]`: which tokens leave every state finite when each other one is left unwritten."""
+    """`[N, T]`: the tokens that leave every state finite, where tokens that do not are not written."""
     memories, good = _memories(call), []
     for t in range(call.length):
         tried = [memory.stepped(t)[1] for memory in memories]
@@ -109,7 +109,7 @@ def _finite_writes(call: Call) -> Tensor:
 
 
 def _finite(carries: list[Carry]) -> Tensor:
-    """`[N]`: whether all states of a memory are finite."""
+    """`[N]`: True for memories whose states are all finite."""
     items = [item for carry in carries for item in carry.flat if item.is_floating_point()]
     rows = (item.flatten(1) if item.dim() > 1 else item.unsqueeze(1) for item in items)
     return torch.stack([torch.isfinite(row).all(1) for row in rows]).all(0)
@@ -119,8 +119,8 @@ def _finite(carries: list[Carry]) -> Tensor:
 def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
     """Raises `NonFiniteError` for the first token that breaks a memory or an output.
 
-    Token by token, because the blocks of an engine may spoil outputs ahead of that token. y `[B, T, H, V]` tells the
-    heads and the dtype in which outputs are given.
+    It runs the scan again, token by token, because an engine's blocks may spoil outputs before that token, too. y
+    `[B, T, H, V]` has the number of heads and the dtype of the outputs.
     """
     memories, floor = _memories(call), call.inputs.floor
     for t in range(y.shape[1]):
@@ -178,7 +178,7 @@ def _put_off(name: str, floats: list[Tensor]) -> None:
 
 
 def _largest(item: Tensor, dim: int) -> Tensor:
-    """Of absolute values; NaN where there is one. One pass."""
+    """The largest absolute value along an axis, NaN if there is a NaN, in one pass."""
     return torch.linalg.vector_norm(item, math.inf, dim) if item.shape[dim] else item.sum(dim)
 
 
@@ -202,12 +202,12 @@ def _raise_late(name: str, shape: tuple[int, ...], sizes: Tensor, largest: Tenso
     )
 
 
-# Gradients that come to a memory from outside.
+# Gradients that reach a memory from what follows it.
 
 
 def watch_cotangents(name: str, y: Tensor, state: MemoryState, traced: bool) -> None:
-    """Lets the backward pass look at what reaches y and the state, as `on_nonfinite="raise"` does ahead of it: on a
-    CPU, and where values may steer. One that is not finite is named, not spread. [ENG-FINITE-V1]"""
+    """Registers a hook that checks the gradients of y and of the state, as `on_nonfinite="raise"` checks their values:
+    one that is not finite raises an error with its place, and goes no further. On a CPU only. [ENG-FINITE-V1]"""
     if traced or waits(y) or late.HELD:
         return
     tensors = {"outputs": y}
@@ -221,7 +221,7 @@ def watch_cotangents(name: str, y: Tensor, state: MemoryState, traced: bool) -> 
 
 def _look(name: str, block: str, index: int, cotangents: Tensors) -> None:
     g = cotangents[index]
-    # The sum is one pass; only what is not finite, or overflows in it, needs another.
+    # The sum is one pass; a second one follows only if it is not finite, which an overflow may cause, too.
     if g is None or is_traced(g) or math.isfinite(g.detach().sum().item()):
         return
     bad = (~g.detach().isfinite()).nonzero()

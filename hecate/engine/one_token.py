@@ -1,9 +1,9 @@
-"""One token: the formulas of a config bound once to the looks of its tensors, then a few torch calls.
+"""A single token: a config's formulas, prepared once for tensors that look alike, then run in a few torch calls.
 
-A call goes the whole way, which checks everything and says what is wrong, until one whose tensors look the same
-(shapes, dtypes, devices) has passed. From then on it is the arithmetic alone, with the same bits: no zero state, no
-tensors for gates that nobody gave, no folding block by block. What the arithmetic cannot vouch for (values out of
-range, results that are not finite) goes the whole way again, as does all that torch has to see. [ENG-STEP-I2]
+The first token of its looks (shapes, dtypes, devices) is scanned like any sequence, with all checks and errors, and
+leaves a program. Later ones run the program, the same arithmetic to the bit: no zero state, no tensors for gates that
+are not given, no folding of heads. Where it is not enough (values out of range, results that are not finite, or torch
+has to see every operation), the token is scanned as a sequence again. [ENG-STEP-I2]
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ WINDOW = 5  # tokens that go one by one, measured: an engine takes the time of 6
 
 
 class Unfit(Exception):
-    """The whole way has to take this token: to say what is wrong, to bring sizes near 1, or to be recorded."""
+    """Raised by a program: this token has to be scanned in full, to raise an error, rescale features or be recorded."""
 
 
 def looks_of(
     q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, initial: Named | None
 ) -> tuple[object, ...] | None:
-    """All that tells a call of one token from another but the values of its tensors; None where there is no short way:
-    under autograd, transforms and tracing, and with anything that is not what it should be.
+    """The looks of a call of one token: everything but the values of its tensors. None where no program may run: under
+    autograd, transforms and tracing, and with arguments of a wrong type.
 
-    Numbers given for gates belong to it, and whether parameters of phi are given: these are checked every time.
+    Numbers given for gates are part of the looks, and so is whether parameters of phi are given.
     """
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
@@ -68,8 +68,8 @@ def short_way(
     config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, state: MemoryState | None,
     params: Params | None, initial: Named | None, name: str, squashed: bool = False,
 ) -> tuple[Tensor, MemoryState] | None:  # fmt: skip
-    """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left; None where there is none, or
-    where it is unfit. `squashed` says that retain and momentum lie in [0, 1] and lr above, or are NaN."""
+    """One token `[B, H, *]` or `[B, 1, H, *]` by the program for its looks; None without one, or if it raises `Unfit`.
+    `squashed`: retain and momentum are known to lie in [0, 1] and lr above 0, unless they are NaN."""
     if state is None or not isinstance(config, MemoryConfig):
         return None
     gates = DEFAULTS if gates is None else gates
@@ -84,14 +84,14 @@ def keep_program(
     config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, state: MemoryState,
     params: Params | None, initial: Named | None,
 ) -> None:  # fmt: skip
-    """Leaves a program of what the next token looks like, after the whole way has passed every check and returned a
-    state."""
+    """Stores a program for the next token: `state` is what a full scan, with every check, has just returned for this
+    one."""
     if not _has_programs(config) or k.is_meta or not q.numel() or not v.numel():
         return
     gates, programs = DEFAULTS if gates is None else gates, config.programs
     looks, product = looks_of(q, k, v, gates, state, params, initial), state.pending.get("retain")
     channels = isinstance(gates.retain, Tensor) and gates.retain.dim() == k.dim()
-    # No program of a chunk that goes on with retain of another width.
+    # None where the chunk began with a retain of another width.
     if looks is not None and looks not in programs and (product is None or (product.dim() > 2) == channels):
         keep(programs, looks, OneToken(config.validated(), q, k, v, gates, state, channels))
 
@@ -106,8 +106,8 @@ def one_by_one(
     scan: Callable[..., tuple[Tensor, MemoryState]], config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor,
     gates: Gates | None, state: MemoryState, **options: Any,
 ) -> tuple[Tensor, MemoryState] | None:  # fmt: skip
-    """Two to `WINDOW` tokens that go on from a state, each by `scan`: faster than any engine is under way, and with the
-    bits of single tokens. None where there are no programs, or anything is wrong, which the whole call has to say."""
+    """Two to `WINDOW` tokens from a state, each by `scan`: done before an engine would have started, and with the bits
+    of single tokens. None where there are no programs, or where something is wrong, for the full scan to report."""
     given_all = isinstance(config, MemoryConfig) and type(state) is MemoryState
     if not given_all or not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         return None
@@ -135,7 +135,7 @@ def one_by_one(
 
 
 class OneToken:
-    """The arithmetic of one token for tensors of known looks, with an axis of time or without."""
+    """A program: the arithmetic of one token for tensors of known looks, with a time axis or without."""
 
     def __init__(
         self, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, channels: bool
@@ -151,7 +151,7 @@ class OneToken:
         self.inspects, self.far = self.device == "cpu", reach(self.dtype, 0.5)
         self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
         self.keyed = not gates.erase is gates.write is gates.retain_value is None
-        # Under dot the written key is the only one.
+        # With bias dot the key to write with is the only key.
         single = not self.keyed or (config.forms.target and gates.retain_value is None)
         direct = single and _is_direct(config)
         # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
@@ -160,7 +160,7 @@ class OneToken:
         self.dampens, self.anchored = config.forms.dampens, config.retention.anchored
         self.quotients = config.by_key or config.normalizer == "sum"  # which want lr beside phi(k)
         self.features = (batch, 1, heads, -1) if self.quotients else self.row
-        # An axis of time changes no bit of what is done to each number alone.
+        # For elementwise operations a time axis changes no bit.
         self.lifts = not self.timed and (self.quotients or not config.feature_map.traits().componentwise)
         rates = isinstance(gates.lr, Tensor) and gates.lr.dim() == k.dim()  # one for each weight
         lr = (batch, 1, heads) if self.quotients else self.row if rates else self.scalar
@@ -172,7 +172,7 @@ class OneToken:
             self.steps.append(how(config.counting) if direct else _general(config.counting))
         known = direct and (config.forms.error or config.forms.target)  # a bias of unknown form may differentiate
         self.context: Callable[[], AbstractContextManager[Any]] = below_autograd if known else nullcontext
-        # A direct step adds what is not finite in gates and slots to its memory.
+        # Under a direct step NaN or infinity in gates and slots shows in the memory, too.
         self.tells, self.summed = direct and self.watches, 1 if direct else 4
         defaults = config.forms.defaults
         wide = torch.promote_types(k.dtype, torch.float32)
@@ -248,7 +248,7 @@ class OneToken:
         return (gate if gate.dtype == self.dtype else gate.to(self.dtype)).reshape(*self.shapes[index])
 
     def start(self, initial: Named | None, state: MemoryState) -> tuple[Tensor, ...]:
-        """The weights `[N, ...]` that the memory goes back to."""
+        """The weights `[N, ...]` that the memory decays towards."""
         batch, heads = state.position.shape
         if initial is None:
             shapes = (self.config.feature_map.output_dim(self.width), self.shape[-1])
@@ -310,8 +310,8 @@ class OneToken:
         return x / (size.sqrt() if l2 else size)
 
     def is_finite(self, y: Tensor, state: MemoryState) -> bool:
-        """True if sums, hence outputs and state, are finite; the general path tells an overflow of the sum from one of
-        an item."""
+        """True if the sums of outputs and state are finite, as these then are. If not, a full scan finds out whether a
+        sum alone has overflowed."""
         total = y.sum().item()
         for named in state[: self.summed]:
             for tensor in named.values():  # type: ignore[union-attr]
@@ -320,7 +320,7 @@ class OneToken:
 
 
 def expect_within(x: Tensor, low: float, high: Any) -> None:
-    """Refuses numbers that are not from `low` to `high`; of few, Python is sooner told."""
+    """Raises `Unfit` for numbers outside `low` to `high`; a few are compared in Python, which is faster."""
     values = x.reshape(-1).tolist() if x.numel() <= FEW else [end.item() for end in x.aminmax()]
     if not all([low <= value <= high for value in values]):
         raise Unfit
@@ -343,14 +343,14 @@ def _is_direct(config: MemoryConfig) -> bool:
 
 
 class TokenForm(NamedTuple):
-    """Form of a write, as the kernel of a layer's token takes it.
+    """Form of a write, for the kernel that runs a single token of a layer.
 
     Fields:
-        blind: the error is -v, whatever is predicted.
-        early: the gradient sees the decayed memory.
-        after: reads see the token's own write.
-        decays, dampens: of the retention and the algorithm.
-        chunk: tokens whose gradients gather before they move the memory; 1 where each moves it.
+        blind: whether the error is -v, without a prediction.
+        early: whether the gradient is taken at the decayed memory.
+        after: whether a token's answer sees its own write.
+        decays, dampens: whether the retention decays, and whether the algorithm multiplies lr by (1 - momentum).
+        chunk: tokens whose gradients are summed up for one step of the memory; 1 for a step at each.
     """
 
     blind: bool
@@ -362,8 +362,8 @@ class TokenForm(NamedTuple):
 
 
 def token_form(config: MemoryConfig) -> TokenForm | None:
-    """The form of a write that a kernel of single tokens has: l2 or dot, gd or momentum at every token or gd at the end
-    of a chunk, k and q as they come; None of any other."""
+    """The form in which the kernel of a single token writes: l2 or dot, by gd or momentum at every token or gd at the
+    end of a chunk, with the identity as phi. None for any other config."""
     known: dict[Any, Any] = config.refusals
     if token_form not in known:
         plain = config.writes == 1 and config.readout.plain and not (config.forms.transposed or config.by_key)
@@ -378,7 +378,7 @@ def token_form(config: MemoryConfig) -> TokenForm | None:
 
 
 def _gathers(config: MemoryConfig) -> bool:
-    """True if a token adds lr u k^T to what moves one matrix at the end of its chunk, by gd, and nothing else."""
+    """True if all that a token does is to add lr u k^T to a sum, which moves one matrix by gd at the chunk's end."""
     linear = config.forms.linear and config.retention.linear and not config.structure.diagonal
     plain = not (config.retention.anchored or config.algorithm.slots or config.forms.dampens or config.blocks)
     return config.commit == "chunk" and config.chunk > 1 and linear and plain and config.rule.write_block() is not None
@@ -387,9 +387,9 @@ def _gathers(config: MemoryConfig) -> bool:
 def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
     """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block."""
     late, early = config.read == "after", config.decay_order == "before_gradient"
-    decays, blind = config.retention.uses_retain, config.forms.target  # u does not look at the prediction
+    decays, blind = config.retention.uses_retain, config.forms.target  # blind: u is -v, without a prediction
     grad = torch.sub if config.forms.error else config.bias.grad
-    scaled = config.by_key or config.forms.dampens  # the lr that arrives is another than the given one
+    scaled = config.by_key or config.forms.dampens  # lr arrives changed
     lr_given = config.algorithm.lr if given_lr is None else given_lr
     full = not scaled and not isinstance(given_lr, Tensor) and lr_given == 1
 
@@ -417,7 +417,7 @@ def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
 
 
 def _keyed(config: MemoryConfig) -> TokenStep:
-    """A write with a key or a retain of its own: the formulas of the rule's knobs one by one."""
+    """A write with its own key phi_w, or with retain_value: the formulas of the rule's knobs, one by one."""
     structure, bias, retention, algorithm = config.structure, config.bias, config.retention, config.algorithm
     late, early = config.read == "after", config.decay_order == "before_gradient"
 
@@ -440,7 +440,7 @@ def _keyed(config: MemoryConfig) -> TokenStep:
 
 
 def _general(config: MemoryConfig) -> TokenStep:
-    """Any rule by the token loop's own step."""
+    """Any other rule, by `token_step` of the token loop."""
     blocks = blocks_of(config)
 
     def step(*inputs: Any) -> tuple[Tensor, MemoryState]:

@@ -8,7 +8,7 @@ product that crosses it.
 Groups of blocks are walked one after the other. The forward keeps the state of every block and the writes; the backward
 goes through the groups in reverse. The walk over states and the solves are pulled back by hand; what depends on gates
 and keys alone is made again and recorded by autograd for one group at a time. So memory grows with T / C states and the
-work stays in cache.
+working set stays in cache.
 
 Under a bias that is neither linear nor blind to the memory the gradients of a block solve
 u_t = g(base_t - sum_{i<t} L[t,i] u_i, v_t). L is strictly lower triangular, so within a sub-block of b tokens the
@@ -99,7 +99,7 @@ class Parallel(TokenEngine):
         return coordinate_refusal(config)
 
     def unfit(self, plan: Plan) -> str | None:
-        """A decay of value channels that its one system for all of them cannot hold."""
+        """A decay of value channels too strong for the one triangular system that they all share."""
         if "retain_value" not in plan.general or plan.config.forms.transposed:
             return None
         config, gate = plan.config, "a retain per value channel"
@@ -118,7 +118,7 @@ class Parallel(TokenEngine):
         return None
 
     def cost(self, plan: Plan) -> float:
-        """More than a single token of the loop, less than two."""
+        """More than one token of the loop costs, less than two."""
         return 60.0 * (1 + plan.length)
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -228,7 +228,7 @@ def _scan_keys(config: MemoryConfig, inputs: Tensors) -> Tensors:
     for group in groups:
         chunks = chunked(tokens, group, block)
         combined = states_of(config, chunks)
-        # Reads by the memory itself are of no use: queries are as wide as what it predicts.
+        # The memory is not read as usual: queries are as wide as its predictions.
         matrices = matrices_of(config, chunks._replace(phi_q=chunks.phi_k), combined)
         _, bases, writes, states = walk(config, matrices, chunks.v, states, by_hand=False)
         y = transposed_reads(combined[0] if config.read == "after" else combined[1], chunks, bases, writes)
@@ -398,7 +398,7 @@ def _split(matrices: Matrices) -> list[Matrices]:
 
 
 def _earlier(block: Matrices, drawn: tuple[Tensor, ...], later: States) -> States:
-    """Cotangents of a block's first states, from what its tokens drew of them and the later ones'.
+    """Cotangents of a block's first states, from its own tokens' use of them and the cotangents of later states.
 
     That of the initial weights adds up.
     """
@@ -415,7 +415,7 @@ def _earlier(block: Matrices, drawn: tuple[Tensor, ...], later: States) -> State
 
 
 def _write_cotangents(gw: Tensor, block: Matrices, later: States) -> Tensor:
-    """The cotangent of writes: what their own block drew of them and what the states after it."""
+    """The cotangent of writes, from their use within the block and in the states after it."""
     gw = plus(gw, block.keys, later.memory.mT)
     if later.slot is not None and block.slot_keys is not None:
         gw = plus(gw, block.slot_keys, later.slot.mT)
@@ -423,7 +423,7 @@ def _write_cotangents(gw: Tensor, block: Matrices, later: States) -> Tensor:
 
 
 def _writes(config: MemoryConfig, block: Matrices, base: Tensor, v: Tensor, by_hand: bool) -> Tensor:
-    """w = -u, the gradients by the predictions with their sign turned."""
+    """w = -u: minus the gradients by the predictions."""
     if block.seen is None or block.lower is None:
         return v
     if config.forms.error:
@@ -444,7 +444,7 @@ def _writes_vjp(config: MemoryConfig, block: Matrices, pred: Tensor, v: Tensor, 
     return slope, bias.grad_vjp(pred, v, torch.baddbmm(g, lower.mT, slope, alpha=-1))[1]
 
 
-# Writes that depend on the predictions which they change.
+# Writes that depend on predictions which they change themselves.
 
 
 def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
@@ -461,7 +461,7 @@ def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Te
     def vjp(residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         base, lower, v, u = residuals
         if torch.is_grad_enabled():
-            # As a residual u is a constant; solved again here it is a function of the inputs.
+            # The residual u is a constant; solving again here makes u a function of the inputs.
             u = implicit_gradients(bias, base, lower, v)
         pred = base - lower @ u
         slope = adjoint(bias, pred, lower, v, g)
@@ -473,8 +473,8 @@ def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Te
 
 
 def solve(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
-    """u alone, by operations whose derivative is not that of u."""
-    # A row not yet settled may overflow: 0 * inf must not reach the other rows.
+    """u alone; the derivative of these operations is not that of u."""
+    # A row that has not settled may overflow, and 0 * inf must not reach other rows.
     tame = partial(torch.nan_to_num, nan=0.0, posinf=0.0, neginf=0.0)
     return _substituted(bias.grad, lower, base, (v,), tame)
 
@@ -499,8 +499,8 @@ def _substituted(
 ) -> Tensor:
     """x of x_t = f(right_t - sum_i coupling[t, i] x_i, *given_t), from the first row down or from the last one up.
 
-    Where a look at values is free, all rows of a sub-block at once until they have settled; else row by row, which
-    takes no look."""
+    Where values can be read without waiting, all rows of a sub-block are iterated at once until they have settled; else
+    row by row, which reads no values."""
     length, late = right.shape[-2], waits(right) and not is_recorded((right, coupling, *fixed))
     late = late and can_inspect(right) and not is_traced(right, coupling, *fixed)
     solutions: list[Tensor] = []
@@ -524,7 +524,7 @@ def _substituted(
 def _by_row(
     f: Callable[..., Tensor], coupling: Tensor, right: Tensor, fixed: Sequence[Tensor], backwards: bool
 ) -> Tensor:
-    """The same of one sub-block: every row that is found is taken from those that wait for it."""
+    """The same for one sub-block: each row, once solved, is subtracted from the rows that depend on it."""
     size = right.shape[-2]
     residual, rows = right.clone(), []
     for t in reversed(range(size)) if backwards else range(size):
@@ -537,12 +537,12 @@ def _by_row(
 
 
 def _settled(before: Tensor, after: Tensor) -> bool:
-    """True if a step changed rounding only, in each memory by itself. False while autograd records: an iteration cut
-    short has the right value, but not yet the right derivative."""
+    """True if in every memory a step changed no more than rounding. False while autograd records, as an iteration that
+    stops early has the right value, but not yet the right derivative."""
     if after.requires_grad or not can_inspect(before, after, free=True):
         return False
     change, size = (after - before).abs().amax((-2, -1)), after.abs().amax((-2, -1))
-    # A row may pass through infinity on its way: a change of infinity is none of rounding.
+    # A row may pass through infinity before it settles; a change by infinity is not rounding.
     return bool(((change <= 4 * torch.finfo(after.dtype).eps * size) & (size < math.inf)).all())
 
 

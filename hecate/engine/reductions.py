@@ -1,11 +1,11 @@
-"""Scans that are made of plain ones, for every engine alike: memories with several writes a token, or with a readout.
+"""Reductions to plain scans, the same for every engine: of memories with several writes a token, or with a readout.
 
 A token of n writes decays the memory once and writes n pairs (k_j, v_j) one after the other, each seeing those before;
 it is read once, after the last (`read="after"`) or before the first. So it is n tokens with retain 1 but at the first.
 [ENG-WRITES-D1]
 
-Where a memory is read through a readout, that turns queries by a state of its own, in spans or by a scan, and the
-memory, whose config is then direct, answers them. [ENG-READ-D1]
+A readout first transforms the queries by a state of its own, in spans or by a scan; then the memory answers them, under
+`config.direct`, the config without the readout. [ENG-READ-D1]
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_through(
     params = check_params(config.feature_map, phi_params, k)
     readout = readout_gates(config, gates, inputs.k, inputs.retain, dtype, run)
     with full_precision((q, k, v)):
-        # phi and norm are those of the memory: a readout turns what that would have been asked at.
+        # The readout works on phi(q) and phi(k) as the memory makes them.
         tokens = to_tokens(config, inputs._replace(write_gate=None), params, dtype, run)
     states = {name: item.to(dtype) for name, item in states.items()}
     means = Means(run, _spans(run), _recalled(scan, config, inputs.write, inputs.reset, how), config.read == "after")
@@ -67,19 +67,19 @@ def read_through(
     decays = config.retention.uses_retain
     options: dict[str, Any] = {"write_mask": inputs.write, "reset_mask": inputs.reset, "initial": initial}
     options["state"] = None if state is None else state._replace(readout=None)
-    # What `to_tokens` has made is not made again: the direct config takes features as they come.
+    # phi is not applied again: the direct config has the identity in its place.
     plain = Gates(tokens.lr, turned.retain if decays else None)
     y, new = scan(config.direct, turned.q, turned.k, v, plain, **options, **how)
     if y.dtype != v.dtype:
         y = one(run(cast(v.dtype), y, label="outputs"))
     held = turned.held
-    if not k.shape[1]:  # what no token has changed is a copy
+    if not k.shape[1]:  # no tokens: the new state is a copy
         held = {name: one(run(COPY, item, label="readout")) for name, item in held.items()}
     return y, new._replace(readout=held)
 
 
 def _readout_state(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> dict[str, Tensor]:
-    """State that the readout goes on from: zeros at the start."""
+    """The readout's state to go on from, zeros without one."""
     batch, _, heads, width = k.shape
     shapes = config.readout.state_shapes(config.feature_map.output_dim(width))
     if state is None:
@@ -116,7 +116,7 @@ def _recalled(
         asked, engine = how, how["engine"]
         if engine != "auto" and Engine.registry[engine].excludes(rule) is not None:
             asked = {**how, "engine": "auto"}
-        # Codes are the values here, and forget channel by channel.
+        # Here codes are the values, and each channel has a retain of its own.
         gates = Gates(lr, 1.0, retain_value=retain)
         y, new = scan(rule, q, k, code, gates, state=state, write_mask=write, reset_mask=reset, **asked)
         return y, new.memory["weight"]
@@ -171,7 +171,7 @@ def one_write_each(
             expect(mask, "B T", name=name, sizes=(batch, length), dtype=torch.bool, like=k)
             options[name] = mask.repeat_interleave(n, 1)
             if name == "reset_mask":
-                # A restart comes before the first write, and not again before the others.
+                # A reset acts before the first write of a token, not before the others.
                 options[name] = options[name] & (torch.arange(length * n, device=k.device) % n == 0)
     if isinstance(options.get("cu_seqlens"), Tensor):
         options["cu_seqlens"] = options["cu_seqlens"] * n
@@ -180,7 +180,7 @@ def one_write_each(
 
 
 def read_once(config: MemoryConfig, y: Tensor, *, run: Run) -> Tensor:
-    """The answers of T tokens `[B, T, H, V]`, from those after or before every write."""
+    """The answers of T tokens `[B, T, H, V]`, picked from those at every write: at the last, or before the first."""
     at, n = config.writes - 1 if config.read == "after" else 0, config.writes
 
     def back(g: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""A memory over a sequence, as phi, and one token at a time: `memory_scan`, `memory_features`, `memory_step` and
-`Stepper`, which holds the state; and a scan as one operator of torch.export."""
+"""A memory over a sequence (`memory_scan`), as a feature map (`memory_features`), and one token at a time
+(`memory_step`, and `Stepper`, which keeps the state); and a scan as one operator of torch.export."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from hecate.engine.triton.ops import config_of, recorded, unshared
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.states import with_tensors
 from hecate.tape import Autodiff, Tape, differentiate, execute, several
 from hecate.tape.bridge import without_autocast
 from hecate.tape.ops import joined
@@ -111,7 +112,7 @@ def memory_scan(
         if (few := one_by_one(memory_scan, config, q, k, v, gates, state, **options)) is not None:
             return few
     alone = plain and name == "memory" and state is None and initial is None and phi_params is None
-    if alone and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.dim() == 4:  # a layer gives its name
+    if alone and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.dim() == 4:  # a layer has a name
         warn_if_turned(q, gates)
     y, new = whole_scan(
         config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
@@ -123,7 +124,7 @@ def memory_scan(
 
 
 def whole_scan(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, **kwargs: Any) -> Any:
-    """`memory_scan` with every check, by one of the engines, for any number of tokens."""
+    """`memory_scan` without short cuts for single tokens: every check, then an engine; counts FLOPs if torch asks."""
     watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
     counting = counters() if watched and kwargs.get("tape") is None else []
     if not counting or not all(isinstance(x, Tensor) and x.dim() > 3 for x in (q, k, v)):
@@ -137,6 +138,8 @@ def _scan(
     config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, *, engine: EngineName = "auto",
     autodiff: Autodiff = "auto", tape: Tape | None = None, name: str = "memory", **options: Any,
 ) -> tuple[Tensor, MemoryState]:  # fmt: skip
+    """A whole scan in order: reduce it to a plain one, plan the call, choose an engine, run it, check the numbers, and
+    give the state its names."""
     how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
     record = execute if tape is None else tape
     if getattr(config, "writes", 1) > 1:
@@ -162,7 +165,7 @@ def _scan(
         with without_autocast(call.plan.device):
             outputs = chosen.outputs(call, execute)
     else:
-        # Of the plan alone: what a graph keeps of a call are the tensors that it saves.
+        # By the plan, not the call: a graph should keep no tensors but those that it saves.
         outputs = differentiate(partial(chosen.program, call.plan), call.flat, autodiff)
     y, *states = several(outputs)
     if y.shape != v.shape:
@@ -179,7 +182,7 @@ def _scan(
 
 
 def _may_read_early(call: Call) -> bool:
-    """True if no token may have been answered after a write of this call."""
+    """True if perhaps no answer depends on any write of this call."""
     short = call.plan.length <= call.config.chunk
     if short or call.config.commit == "token":
         return short
@@ -187,7 +190,7 @@ def _may_read_early(call: Call) -> bool:
 
 
 def _shapes_alone(call: Call) -> tuple[Tensor, MemoryState]:
-    """The outputs of no tokens, or of tokens on meta: every input has the gradient 0, the state is as it was."""
+    """Outputs for no tokens, or for tokens on meta: zeros, the state unchanged, and gradients 0 for every input."""
     v = call.inputs.v
     y = joined(torch.zeros_like(v), *call.flat)
     _, state = call.result((y, *(item.clone() for _, carry in call.memories for item in carry.flat)))
@@ -241,8 +244,8 @@ def memory_step(
 ) -> tuple[Tensor, MemoryState]:  # fmt: skip
     """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new state.
 
-    A loop of it equals `memory_scan`. Checks are made once for all tokens that look the same (shapes, dtypes, devices):
-    what follows is the arithmetic alone, unless autograd records it or torch has to see every operation.
+    A loop of it equals `memory_scan`. Checks are made once for all tokens that look the same (shapes, dtypes, devices);
+    after that a call is arithmetic only, unless autograd records it or torch has to see every operation.
     [ENG-STEP-D1, ENG-STEP-I2]
     """
     if (answer := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
@@ -260,7 +263,7 @@ def memory_step(
 
 
 class Stepper:
-    """A memory that holds its state: `stepper(q, k, v, gates) -> y` for one token. [ENG-STEP-D2]
+    """A memory that keeps its state between tokens: `stepper(q, k, v, gates) -> y` for one token. [ENG-STEP-D2]
 
         stepper = hecate.stepper(MemoryConfig(retention="decay"))
         y = stepper(q, k, v, Gates(lr=0.1, retain=0.9))  # q, k [B, H, D], v and y [B, H, V]
@@ -337,7 +340,7 @@ class Stepper:
                 raise ShapeError(f"{name} must be [B, {sizes}] for this stepper, got {list(tensor.shape)}")
 
 
-stepper = Stepper  # as a verb reads: `hecate.stepper(config)` makes one
+stepper = Stepper  # reads like a function: `hecate.stepper(config)` makes one
 
 
 # Under torch.export, which traces a program once and keeps it for every size, a scan is one operator, whose engine is
@@ -352,7 +355,7 @@ def exported_scan(
     """`memory_scan` as a call of the operator. [ENG-EXPORT-D1]"""
     if tape is not None:
         raise ConfigError("a tape records calls, and torch.export makes none; leave tape out")
-    if check_config(config).writes == 1:  # several are looked at where they are taken apart, in `_first`
+    if check_config(config).writes == 1:  # several writes are checked where they are split up, in `_first`
         check_tokens(q, k, v)
     if cu_seqlens is not None:
         reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=options["state"] is not None)
@@ -369,7 +372,7 @@ def exported_scan(
     if lost:
         raise ConfigError(f"a program keeps the rule as text, which reads as another one: {', '.join(lost)}")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    answers = _filled(*pytree.tree_flatten(_first(call, tensors)), memory_scan_operator(call, tensors))
+    answers = with_tensors(*pytree.tree_flatten(_first(call, tensors)), memory_scan_operator(call, tensors))
     return cast(tuple[Tensor, MemoryState], answers)
 
 
@@ -387,8 +390,8 @@ def scan_answers(y: Tensor, state: MemoryState) -> list[Tensor]:
 
 
 def _first(call: str, tensors: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
-    """y and the state after one token of one sequence, the form of every call; in a thread, of which nobody traces
-    anything."""
+    """y and the state after one token of one sequence, laid out as in every call; run in a thread of its own, where no
+    tracing is active."""
     config, tree, _ = scan_arguments(call, tensors)
     weights = config.structure.shapes(config.feature_map.output_dim(tree["k"].shape[-1]), tree["v"].shape[-1])
 
@@ -408,12 +411,6 @@ def _first(call: str, tensors: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
         return thread.submit(answers).result()
 
 
-def _filled(leaves: list[Any], spec: Any, tensors: Sequence[Tensor]) -> Any:
-    """A tree with other tensors."""
-    rest = iter(tensors)
-    return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-
 @torch.library.custom_op("hecate::memory_scan", mutates_args=())
 def memory_scan_operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """y and the tensors of the state."""
@@ -431,7 +428,7 @@ def _(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.library.custom_op("hecate::memory_scan_backward", mutates_args=())
 def _backward_operator(call: str, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor]:
-    """Cotangents of the tensors, zero-sized for whole numbers and flags; the forward pass runs once more."""
+    """Cotangents of the tensors, of size zero for integers and booleans; the forward pass is run again."""
     with recorded(), torch.enable_grad():
         leaves = [item.detach().requires_grad_(item.is_floating_point()) for item in tensors]
         config, tree, how = scan_arguments(call, leaves)
@@ -467,7 +464,7 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     [ENG-EXPORT-D2]"""
     config, tree, _ = scan_arguments(call, tensors)
     way: dict[str, Any] = {"engine": "sequential", "autodiff": "torch"}
-    if tree["state"] is None:  # as after a token that was not written: a program has a state from its first token on
+    if tree["state"] is None:  # that after an unwritten token: a program needs a state from its first token on
         tree["state"] = _state_ahead(config, tree)
     if type(length := tree["q"].shape[1]) is int and length == 1:  # no loop
         return [item.clone() for item in scan_answers(*whole_scan(config, **tree, **way))]
@@ -483,9 +480,9 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
     def step(*inputs: Tensor) -> list[Tensor]:
         before, rest = inputs[: len(start)], inputs[len(start) :]
-        token = _filled(each, each_spec, [item.unsqueeze(1) for item in rest[: len(rows)]])
-        token |= _filled(fixed, fixed_spec, rest[len(rows) :])
-        y, after = whole_scan(config, **token, state=_filled(state_leaves, state_spec, before), **way)
+        token = with_tensors(each, each_spec, [item.unsqueeze(1) for item in rest[: len(rows)]])
+        token |= with_tensors(fixed, fixed_spec, rest[len(rows) :])
+        y, after = whole_scan(config, **token, state=with_tensors(state_leaves, state_spec, before), **way)
         return [*(item.clone() for item in scan_answers(y, after)[1:]), y.squeeze(1)]
 
     outputs = torch.ops.higher_order.scan(step, start, rows, tuple(further))
@@ -493,7 +490,7 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _state_ahead(config: MemoryConfig, tree: dict[str, Any]) -> MemoryState:
-    """The state ahead of the first token: that after one that is not written."""
+    """The state before the first token, made by a scan of one token that is not written."""
     q = tree["q"]
     token = {n: pytree.tree_map_only(Tensor, lambda x: x[:, :1], tree[n]) for n in ("q", "k", "v", *_TIMED)}
     token |= {"write_mask": torch.zeros_like(q[:, :1, 0, 0], dtype=torch.bool), "reset_mask": None}

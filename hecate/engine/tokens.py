@@ -1,4 +1,4 @@
-"""Inputs of engines: tokens in phi-space and the state between them, flat tensors of N = batch x heads memories."""
+"""Inputs of engines: tokens in phi-space, and the state between them as tensors of N = batch x heads memories."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Tokens(NamedTuple):
     """One sequence, time on axis 1: phi_k, phi_q `[N, T, P]`, v `[N, T, V]`, gates and masks `[N, T]`; or each with an
     axis of heads behind time, `[B, T, H, *]`.
 
-    `retain` may be `[N, T, P]`. `write` and `reset` are boolean or None. `phi_w` `[N, T, P]` is what is written with
-    where that is not phi_k, `retain_value` `[N, T, V]` decays value channels; None without such gates.
+    `retain` may be `[N, T, P]`. `write` and `reset` are boolean masks or None. `phi_w` `[N, T, P]` is the key to write
+    with where that is not phi_k, `retain_value` `[N, T, V]` decays value channels; both are None without such gates.
     """
 
     phi_k: Tensor
@@ -37,10 +37,10 @@ class Tokens(NamedTuple):
     retain_value: Tensor | None = None
 
 
-# Of the fields of tokens, and of `Inputs`: how many are vectors, and how many are these or gates, which gradients
-# reach; then come the masks.
+# `Tokens` and `Inputs` begin with the vectors, then come the gates, then the masks, which have no gradients: the number
+# of vectors, and that of vectors and gates.
 VECTORS, NUMBERS = 3, 3 + len(TokenGates._fields)
-NEUTRAL = Tokens(0, 0, 0, 0, 1, 1, False, False, 0, 1)  # type: ignore[arg-type]  # what padding holds: it changes nothing
+NEUTRAL = Tokens(0, 0, 0, 0, 1, 1, False, False, 0, 1)  # type: ignore[arg-type]  # padding that changes no state
 
 
 class Carry(NamedTuple):
@@ -66,7 +66,7 @@ class Carry(NamedTuple):
 
     @classmethod
     def of(cls, counts: list[int] | tuple[int, ...], flat: Tensors, at: int = 0) -> Carry:
-        """From so many tensors of each kind, from a place on; the position is the last."""
+        """From a flat tuple, starting at index `at`: `counts` tensors of each kind, then the position."""
         kinds: list[Any] = []
         for count in counts:
             kinds.append(flat[at : at + count])
@@ -75,12 +75,12 @@ class Carry(NamedTuple):
 
 
 def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Block:
-    """A linear map of one tensor, given with its adjoint."""
+    """The block of a linear map `there` of one tensor, whose adjoint is `back`."""
     return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
 
 
 def rates_of(lr: Tensor, axes: int, count: int, run: Run) -> Memory:
-    """lr of each of `count` weights: one `[N, ...]` of so many axes for all, or its columns. [ENG-RATES-D1]"""
+    """lr for each of `count` weights: lr itself for all if it has `axes` axes, else its columns. [ENG-RATES-D1]"""
     return (lr,) * count if lr.dim() == axes else several(run(_COLUMNS, lr))
 
 
@@ -119,7 +119,7 @@ def unfold_heads(heads: int) -> Block:
 def in_folds(
     engine: Scan, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
-    """Runs an engine for tokens `[N, T, *]` on those of either layout."""
+    """Runs an engine that takes tokens `[N, T, *]` on tokens of either layout."""
     if tokens.lr.dim() == 2:
         return engine(config, tokens, carry, initial, run=run)
     y, new = engine(config, fold_heads(tokens, run), carry, initial, run=run)
@@ -127,8 +127,8 @@ def in_folds(
 
 
 def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
-    """Runs a sequence in a function of (memory, *slots, initial, *tokens): outputs shaped like the values and the final
-    carry."""
+    """Runs tokens by a `ByHand` that takes (memory, *slots, initial, *tokens): the outputs, shaped like the values, and
+    the final carry."""
     y, memory, *slots = run(engine.block(), *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
     return y, carry._replace(memory=(memory,), slots=tuple(slots))  # type: ignore[return-value, arg-type]
 
@@ -144,7 +144,7 @@ _FOLD = Block(
 
 
 def counted(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-    """`written_before`, and the count `[B]` after the last token."""
+    """`written_before`, and the number of tokens `[B]` after the last."""
     position = written_before(seen, write, reset, length)
     if length:
         seen = position[:, -1] + (1 if write is None else write[:, -1])
@@ -167,13 +167,13 @@ def written_before(seen: Tensor, write: Tensor | None, reset: Tensor | None, len
 
 
 def expand_to(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask `[N, ...]` with trailing axes added."""
+    """A mask `[N, ...]` with trailing axes of size 1 up to the rank of `like`."""
     return mask.reshape(*mask.shape, *[1] * (like.dim() - mask.dim()))
 
 
 def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor that is not to be written to: made once for a device, which would wait for them in every
-    call."""
+    """Numbers as a tensor, made once for each device, which would otherwise be waited for in every call; not to be
+    changed in place."""
     if is_traced():  # for torch.export not from a list, which would be lifted into a buffer
         return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
     return _constants(numbers, dtype, device)
@@ -181,7 +181,7 @@ def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devi
 
 @lru_cache(maxsize=64)
 def _constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # autograd may save what is kept
+    with torch.inference_mode(False):  # autograd may have to save it
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Evaluations: a config that gives rows with labelled answers, and how a model is asked for them."""
+"""Evaluations: configs that give rows with labelled answers, and the reader that scores a model on them."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hecate.data import IGNORED
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, NonFiniteError
 from hecate.train.evaluate import Buckets, Positions, evaluating
 from hecate.variant import Variant
 
 PIECE = 1024
-"""Tokens that a model with a state reads at once."""
+"""Tokens that a model with a state reads per call."""
 Metric = Literal["exact", "accuracy", "loss"]
 Ids = NDArray[np.int64]
 COLUMNS = ("name", "length", "metric", "score", "error", "chance", "rows", "answers", "labels", "exact", "accuracy",
            "loss")  # fmt: skip
-"""Facts of a result that are one value each."""
+"""Facts of a result that are single values."""
 
 
 class Encoder(NamedTuple):
-    """Encoder of texts into the ids of each; every row begins with the ids `start`."""
+    """A function from texts to the ids of each, and the ids `start` with which every row begins."""
 
     ids: Callable[[Sequence[str]], list[Ids]]
     start: tuple[int, ...] = ()
 
 
 class Row(NamedTuple):
-    """A sequence of tokens `[T]`; `targets[t]` is what follows token t where that is asked, else -100.
+    """A sequence of tokens `[T]`; `targets[t]` is the token after token t if it is a label, else -100.
 
-    `answers[t]` numbers the answer that the label is a part of: it is right where all of its labels are. `depth` is how
-    deep in the text a needle is, from 0 to 1, where one is.
+    `answers[t]` is the number of the answer that the label belongs to; an answer is right if all of its labels are.
+    `depth` is the place of a needle in the text, from 0 to 1; None without a needle.
     """
 
     tokens: Ids
@@ -48,10 +48,10 @@ class Row(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of one length, `row(index)` each, of which one number is told.
+    """Rows of one length, `row(index)` each, that get one score.
 
     `metric`: "exact" is the share of answers that are right as a whole, "accuracy" that of right labels, "loss" the
-    mean loss in nats. `chance` is what guessing scores, None where that is no question.
+    mean loss in nats. `chance` is the score of guessing, None if that does not apply.
     """
 
     name: str
@@ -63,7 +63,8 @@ class Part(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Inputs to tasks: the encoder of texts, a text to hide things in, the model's number of ids and most tokens."""
+    """Inputs to tasks: the encoder of texts, a text to hide things in, the model's vocabulary size and largest
+    length."""
 
     encoder: Encoder | None = None
     text: str | None = None
@@ -72,26 +73,27 @@ class Given(NamedTuple):
 
 
 class Evaluation(Variant, family="evaluation"):
-    """A task that a trained model is asked; its rows are a function of (seed, index) alone."""
+    """A task to evaluate a trained model on; its rows only depend on (seed, index)."""
 
     def parts(self, given: Given) -> list[Part]:
-        """Its parts, for one model; `ConfigError` or `DataError` where it cannot be asked this."""
+        """Its parts for one model; `ConfigError` or `DataError` if the task does not fit the model."""
         raise NotImplementedError(f"{type(self).__name__} does not define parts")
 
 
 def draws(seed: int, part: int, index: int) -> np.random.Generator:
-    """The random numbers of one row, independent for every (seed, part, index). [EVAL-ROW-D1]"""
+    """The random generator of one row, independent for every (seed, part, index). [EVAL-ROW-D1]"""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, part, index))))
 
 
 class Reader:
-    """A model, however it is called: with a state that it hands on (hecate's own), or tokens to logits alone.
+    """A common interface to models: with a state that is carried over (hecate's own), or from tokens to logits only.
 
     Args:
-        model: tokens int64 `[B, T]` to logits `[B, T, V]`, an object with `.logits`, or a tuple with the logits first.
-        device: where tokens go; None for the model's own, or the CPU.
-        piece: tokens read at once on a carried state, `model(tokens, state) -> (logits, state)`; None reads all.
-        vocabulary: how many ids the model knows, where that is known.
+        model: function from tokens int64 `[B, T]` to logits `[B, T, V]`, an object with `.logits`, or a tuple with the
+            logits first.
+        device: device of the tokens; None for the model's own, or the CPU.
+        piece: tokens per call with a carried state, `model(tokens, state) -> (logits, state)`; None reads all at once.
+        vocabulary: number of ids that the model knows; None if unknown.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Reader:
         self._device = device
 
     def read(self, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Logits of consecutive spans of `[B, T]` tokens, each with the place of its first token."""
+        """Logits of consecutive spans of tokens `[B, T]`, each with the position of its first token."""
         step = self._piece or tokens.shape[1]
         most = int(tokens.max())
         if self._vocabulary is not None and most >= self._vocabulary:
@@ -134,7 +136,7 @@ class Reader:
         return logits
 
     def scored(self, part: Part, tokens_at_once: int) -> Result:
-        """The score of a part, `tokens_at_once` tokens a call, one row at least. [EVAL-SCORE-D1]"""
+        """The score of a part, with about `tokens_at_once` tokens per batch, at least one row. [EVAL-SCORE-D1]"""
         with evaluating(self._model) if isinstance(self._model, nn.Module) else torch.no_grad():
             tally = _Tally()
             size = max(1, tokens_at_once // part.length)
@@ -145,12 +147,12 @@ class Reader:
 
 @dataclass
 class Result:
-    """Score of a model in a part: `score` in its metric beside `chance`, and all that was counted.
+    """Score of a model in a part: `score` in its metric beside `chance`, and all counts.
 
-    `exact` is the share of answers right as a whole, `accuracy` that of right labels, `loss` the mean of labels in
-    nats; `error` is sqrt(p (1 - p) / n), the standard error of n independent answers or labels, which those of one row
-    may not be. `depths` has the share of right answers by how deep the needle was, `positions` loss and labels by how
-    much was read before.
+    `exact` is the share of answers that are right as a whole, `accuracy` that of right labels, `loss` the mean over
+    labels in nats; `error` is sqrt(p (1 - p) / n), the standard error for n independent answers or labels (those of one
+    row may be dependent). `depths` has the share of right answers by the needle's depth, `positions` loss and number of
+    labels by the number of tokens read before.
     """
 
     name: str
@@ -168,7 +170,7 @@ class Result:
 
     @property
     def score(self) -> float:
-        """In the part's metric."""
+        """The score in the part's metric."""
         return {"exact": self.exact, "accuracy": self.accuracy, "loss": self.loss}[self.metric]
 
     @property
@@ -178,7 +180,7 @@ class Result:
         return None if self.metric == "loss" else math.sqrt(self.score * (1 - self.score) / count)
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as plain values, for JSON."""
         plain = {name: getattr(self, name) for name in COLUMNS}
         depths = [{"depth": depth, "exact": share} for depth, share in sorted(self.depths.items())]
         return {**plain, "depths": depths, "positions": [span._asdict() for span in self.positions]}
@@ -193,7 +195,7 @@ class _Tally:
         self.buckets = Buckets()
 
     def batch(self, reader: Reader, rows: Sequence[Row]) -> None:
-        """Asks a batch of rows of one length."""
+        """Runs the model on a batch of rows of one length, and counts them."""
         tokens = torch.from_numpy(np.stack([row.tokens for row in rows]))
         targets = torch.from_numpy(np.stack([row.targets for row in rows]))
         right = torch.zeros_like(targets, dtype=torch.bool)
@@ -206,6 +208,8 @@ class _Tally:
                 raise ConfigError(f"a label is token {largest}, and the model has logits for {logits.shape[-1]}")
             chosen = logits[mask.to(logits.device)].float().cpu()
             losses = functional.cross_entropy(chosen, labels[mask], reduction="none").double()
+            if bool(losses.isnan().any()):  # the likeliest of them would be the first
+                raise NonFiniteError(f"the model's logits for tokens {first} and on hold NaN, which are no answers")
             right[:, first : first + logits.shape[1]][mask] = chosen.argmax(-1) == labels[mask]
             self.buckets.add(torch.nonzero(mask)[:, 1] + first, losses)
             self.loss += float(losses.sum())
@@ -213,7 +217,7 @@ class _Tally:
             self.row(row, hits)
 
     def row(self, row: Row, hits: Any) -> None:
-        """Counts one row, given where the model was right."""
+        """Counts one row; `hits` marks the labels that the model got right."""
         mask = row.targets != IGNORED
         numbers, labels = np.unique(row.answers[mask], return_counts=True)
         whole = np.array([hits[mask][row.answers[mask] == number].all() for number in numbers])
@@ -224,7 +228,7 @@ class _Tally:
             known[0], known[1] = known[0] + int(whole.sum()), known[1] + len(whole)
 
     def result(self, part: Part) -> Result:
-        """The shares."""
+        """The result of a part, from the counts."""
         return Result(
             part.name, part.length, part.metric, part.chance, self.rows, self.answers, self.labels,
             self.right / max(self.answers, 1), self.hits / max(self.labels, 1), self.loss / max(self.labels, 1),

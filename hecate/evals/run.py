@@ -1,5 +1,5 @@
-"""Asking a model several tasks, any callable or a run of hecate's; and the report of it, with tables beside published
-figures, files and a figure."""
+"""Evaluating a model, any callable or a run of hecate, on several tasks; and the report, with tables, published scores
+to compare with, files and a figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hecate.models import LanguageModel
 from hecate.train.report import Table, csv_text, table_by_position
 from hecate.train.trained import Trained, home_of, is_pretrained, open_model
 
-# Figures of papers, beside which a result stands: none was measured here, and what differs is said of each.
+# Scores from papers, shown beside results: none was measured here, and each says what differs.
 HOPE = "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Table"
 _SIZES = "a larger model after some 5e10 tokens of other text; RULER's essays, generated answers"
 _WHOLE = "trained on several lengths; taken to be the share of whole strings, as 0 is below a coin: see `exact`"
@@ -30,7 +30,7 @@ _MAD = "the mean over MAD's difficulties, of models trained on each"
 
 
 class Published(NamedTuple):
-    """A figure in per cent, of a model in a paper, and what differs from what is measured here."""
+    """A score in per cent, of a model in a paper, and how its measurement differs from the one here."""
 
     task: str
     model: str
@@ -70,7 +70,7 @@ PUBLISHED = [
 
 
 def beside(results: Sequence[Result]) -> list[Published]:
-    """The figures of the tasks that were measured."""
+    """The published scores of the tasks that were measured."""
     names = {result.name for result in results}
     return [figure for figure in PUBLISHED if figure.task in names]
 
@@ -82,7 +82,7 @@ class Report:
     results: list[Result]
 
     def tables(self) -> list[Table]:
-        """The scores; exact answers by depth, loss by position and published figures, where there are any."""
+        """Tables of scores, exact answers by depth, loss by position and published scores, without empty ones."""
         return [table for table in (self._scores(), self._depths(), self._positions(), self._figures()) if table[1]]
 
     def _scores(self) -> Table:
@@ -92,7 +92,7 @@ class Report:
             shares = [f"{part.exact:.4f}", f"{part.accuracy:.4f}"]
             chosen = {"exact": 0, "accuracy": 1}.get(part.metric)
             if chosen is None:
-                shares[0] = ""  # windows of text are no answers
+                shares[0] = ""  # windows of text have no answers
             else:
                 shares[chosen] += f" +- {part.error:.4f}"
             chance = "" if part.chance is None else f"{part.chance:.3g} ({part.metric})"
@@ -115,17 +115,18 @@ class Report:
         return ("published", "at", "model", "per cent", "source", "what differs"), rows
 
     def json(self, facts: Mapping[str, Any]) -> str:
-        """Everything, with facts about what was evaluated."""
+        """All results as JSON, with facts about what was evaluated."""
         published = [figure._asdict() for figure in beside(self.results)]
         results = [result.record() for result in self.results]
         return json.dumps({**facts, "results": results, "published": published}, indent=1) + "\n"
 
     def csv(self) -> str:
-        """A line for each part."""
+        """The results as CSV, with a line for each part."""
         return csv_text((result.record() for result in self.results), COLUMNS)
 
     def images(self) -> dict[str, bytes]:
-        """Scores by length beside chance, and the loss by position, by ending; none without matplotlib."""
+        """The figure as files by ending: scores by length beside chance, and loss by position; empty without
+        matplotlib."""
         asked = [result for result in self.results if result.metric != "loss"]
         read = [result for result in self.results if result.metric == "loss"]
         parts = [part for part in ((_scores, asked), (_losses, read)) if part[1]]
@@ -137,8 +138,8 @@ class Report:
         return images((6.4 * len(parts), 4.0), draw)
 
     def save(self, folder: Path, name: str, facts: Mapping[str, Any]) -> Path:
-        """results.json, results.csv and, with matplotlib, scores.png and scores.svg in the first of folder/NAME,
-        NAME-2, ... that is free. [EVAL-FILES-D1]"""
+        """Writes results.json, results.csv and, with matplotlib, scores.png and scores.svg to the first of folder/NAME,
+        NAME-2, ... that is free; returns that folder. [EVAL-FILES-D1]"""
         pictures = self.images()
         with refusing(f"write an evaluation into {folder}", "make room there, or choose another --out"):
             make_folder(folder)
@@ -179,7 +180,7 @@ def _losses(axes: Any, results: Sequence[Result]) -> None:
 
 
 AT_ONCE = 1 << 14
-"""Tokens of a batch."""
+"""Default number of tokens per batch."""
 
 
 def task_names() -> list[str]:
@@ -190,8 +191,8 @@ def task_names() -> list[str]:
 
 
 def evaluation_of(name: str | Evaluation | Task, **fields: Any) -> Evaluation:
-    """The evaluation of a name, such as niah, niah_2 or parity, with the fields given that it has and that are not
-    None; `ConfigError` names the nearest where there is none."""
+    """The evaluation of a name, such as niah, niah_2 or parity, with those of the given fields that it has and that are
+    not None; an unknown name is a `ConfigError` that suggests the nearest."""
     if isinstance(name, Evaluation):
         return name
     if isinstance(name, Task):
@@ -224,19 +225,19 @@ def evaluate_tasks(
     """Scores a model in tasks: names, `Evaluation`s, or tasks of `hecate.data` that it was trained on. [EVAL-TASKS-D1]
 
     Args:
-        model: tokens int64 `[B, T]` to logits `[B, T, V]`; also what gives an object with `.logits` (any transformers
-            causal model) or a tuple with the logits first. A `LanguageModel` of hecate's reads 1,024 tokens at a time
-            on its state. A module is evaluated in eval mode and is left as it was.
-        tokenizer: hecate's or transformers'; None for tasks that have no text.
-        text: what needles are hidden in and the loss is measured on; niah_1 and variable_tracking need none.
-        vocabulary: how many ids the model knows; None asks `model.config.vocab_size`.
-        longest: the most tokens that it reads; None asks `model.config.max_position_embeddings`.
-        device: where tokens go; None for the model's own.
-        tokens_at_once: tokens a call, one row at least; scores do not depend on it but for rounding.
+        model: function from tokens int64 `[B, T]` to logits `[B, T, V]`, to an object with `.logits` (such as any
+            causal model of transformers) or to a tuple with the logits first. A `LanguageModel` of hecate reads 1,024
+            tokens at a time with its state. A module is run in evaluation mode, and its mode is restored.
+        tokenizer: a tokenizer of hecate or transformers; None for tasks without text.
+        text: text in which needles are hidden and the loss is measured; niah_1 and variable_tracking need none.
+        vocabulary: number of ids that the model knows; None takes `model.config.vocab_size`.
+        longest: largest number of tokens that it can read; None takes `model.config.max_position_embeddings`.
+        device: device of the tokens; None for the model's own.
+        tokens_at_once: tokens per batch, at least one row; scores do not depend on it, up to rounding.
 
     Raises:
         ConfigError: an unknown task, a length that does not fit, a vocabulary that is too small, a missing tokenizer.
-        DataError: a task in text without one.
+        DataError: a task that needs a text, without one.
     """
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None) if vocabulary is None else vocabulary
@@ -245,7 +246,7 @@ def evaluate_tasks(
     piece = PIECE if isinstance(model, LanguageModel) else None
     reader = Reader(model, None if device is None else torch.device(device), piece, vocabulary)
     inputs = Given(encoder, text, vocabulary, longest)
-    parts = [part for task in tasks for part in evaluation_of(task).parts(inputs)]  # what cannot be asked is told first
+    parts = [part for task in tasks for part in evaluation_of(task).parts(inputs)]  # raises before any task is run
     return [reader.scored(part, tokens_at_once) for part in parts]
 
 
@@ -259,11 +260,11 @@ def evaluate_run(
     samples: int | None = None,
     out: Path | str | None = None,
 ) -> tuple[Report, Path]:
-    """The report of a run's checkpoint on named tasks, and the new folder in RUN/evals (or `out`) that has it.
-    [EVAL-RUN-D1]
+    """Evaluates a run's checkpoint on named tasks; returns the report, and the new folder in RUN/evals (or `out`) with
+    its files. [EVAL-RUN-D1]
 
-    A synthetic task is that of the run, with its fields; the text of `data`, or else the run's own validation data. A
-    folder of transformers' will do, too: tasks in text, asked in its tokenizer's tokens.
+    A synthetic task must be the run's own, and has its fields; the text is that of `data`, or else of the run's
+    validation data. For a folder in transformers' format, tasks in text can be evaluated with its own tokenizer.
     """
     folder = Path(folder)
     if is_pretrained(folder):
@@ -300,7 +301,7 @@ def _evaluate_pretrained(
     folder: Path, tasks: Sequence[str], *, data: Path | str | None, lengths: Sequence[int] | None, samples: int | None,
     out: Path | str | None,
 ) -> tuple[Report, Path]:  # fmt: skip
-    """The same of a causal model of transformers, upgraded, grafted or as it is. [EVAL-RUN-D2]"""
+    """`evaluate_run` for a causal model of transformers, possibly upgraded or grafted. [EVAL-RUN-D2]"""
     from hecate.hf import load, load_tokenizer
 
     wanted = [_evaluation(name, lengths, samples) for name in tasks]
@@ -318,7 +319,7 @@ def _evaluate_pretrained(
 
 
 def _evaluation(name: str, lengths: Sequence[int] | None, samples: int | None, config: Any = None) -> Evaluation:
-    """A task by its name, or the run's own, with its fields."""
+    """The evaluation of a task by its name; if that is the run's own task, with its fields."""
     fields = {"lengths": None if lengths is None else tuple(lengths), "samples": samples}
     return evaluation_of(config if isinstance(config, Task) and name == config.kind else name, **fields)
 
@@ -329,7 +330,7 @@ def _facts(text: str | None, origin: Any, wanted: Sequence[Evaluation]) -> dict[
 
 
 def _own_text(trained: Trained) -> str | None:
-    """The validation text of a run; None where it cannot be had and needles in noise are still possible."""
+    """The validation text of a run; None if it has none, which still allows tasks in noise."""
     tokenizer, config = trained.tokenizer, trained.config
     if tokenizer is None or config.data.length() is not None:
         return None
@@ -338,7 +339,7 @@ def _own_text(trained: Trained) -> str | None:
 
 
 def _evals(folder: Path) -> Path:
-    """The folder that a run keeps its evaluations in, given its folder or that of a checkpoint in it."""
+    """The folder of a run's evaluations, from the run folder or that of one of its checkpoints."""
     home = home_of(folder)
     if home is None:
         raise CheckpointError(f"{folder} is a checkpoint outside of a run folder; say with --out where its evals go")

@@ -1,5 +1,5 @@
-"""The tasks that a model is asked: needles in text and chains of assignments, as RULER builds them; what it was trained
-on at any length; the loss by position."""
+"""Evaluation tasks: needles in text and chains of assignments, as in RULER; the synthetic task of training at any
+length; the loss by position."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hecate.evals.base import Encoder, Evaluation, Given, Ids, Part, Row, check_
 from hecate.variant import Conflicts
 
 MOST = 1 << 20
-"""Characters of a text that are used."""
+"""Largest number of characters of a text that are used."""
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""RULER's repeated haystack, a line of its own each time."""
+"""RULER's noise, which is repeated line by line as the haystack."""
 _SENTENCE, _LINE = re.compile(r"(?<=[.!?])\s+|\n+"), re.compile(r"\n+")
 
 
 def encoder_of(tokenizer: Any) -> Encoder:
-    """A tokenizer of hecate's or of transformers, as what tasks ask; of the latter a row begins with the token that it
-    puts ahead of a text."""
+    """The encoder for a tokenizer of hecate or transformers. If the latter puts a token before a text, rows begin with
+    it."""
     if isinstance(tokenizer, Tokenizer):
         return Encoder(lambda texts: [tokens.astype(np.int64) for tokens in tokenizer.encode(texts)])
     if not callable(getattr(tokenizer, "encode", None)):
@@ -47,9 +47,9 @@ def encoder_of(tokenizer: Any) -> Encoder:
 
 
 class Haystack:
-    """Sentences one after the other, from the first again where they end; each keeps the space or line end behind it.
+    """A cyclic sequence of sentences, each with the space or line end after it.
 
-    Sentences end behind `.`, `!` or `?` and a space, and where a line does; with `lines` there alone.
+    Sentences end after `.`, `!` or `?` and a space, and at line ends; with `lines` only at line ends.
     [EVAL-HAYSTACK-D1]
     """
 
@@ -66,10 +66,10 @@ class Haystack:
     def around(
         self, rng: np.random.Generator, room: int, needles: Sequence[Ids], depths: Sequence[float]
     ) -> tuple[Ids, list[int]]:
-        """`room` tokens up to the end of a random sentence, the needles included, and where each needle starts.
+        """`room` tokens up to the end of a random sentence, including the needles, and the start of each needle.
 
-        A needle stands ahead of the sentence that starts nearest to its depth, a share of the text's tokens; at depth 1
-        it is the last. The first sentence is the one that is cut. `room` is at least that of the needles.
+        A needle is inserted before the sentence whose start is nearest to its depth, a share of the text's tokens; at
+        depth 1 it comes last. The first sentence may be cut. `room` must hold the needles.
         """
         length, size = room - sum(map(len, needles)), len(self._ids)
         begin = int(self._starts[rng.integers(len(self._starts))]) - length
@@ -88,7 +88,7 @@ class Haystack:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file or of a folder of them, as far as it is used; `DataError` where there is none."""
+    """The text of a file or of the files in a folder, up to `MOST` characters; `DataError` if there is none."""
     pieces, room = [], MOST
     for file in find([str(path)]):
         for document in documents(file, limits=Limits(cut=4 * MOST)):  # a character has at most four bytes
@@ -128,16 +128,16 @@ Drawn = TypeVar("Drawn", str, list[str])
 
 
 class Niah(Evaluation):
-    """niah: text with one needle, its question, and the answer; right where every token of the answer is the likeliest.
+    """niah: text with one needle, its question, and the answer; right if every token of the answer is the likeliest.
 
-    RULER's single needles. Form 1: a repeated sentence of noise, a number of 7 digits (the pass-key); 2: text, a
-    number; 3: text, a uuid. Prompt and answer have exactly `length` tokens. Row i has its needle at depth (i mod
-    `depths`) / (depths - 1), at the sentence nearest to it. One forward pass on the right answer tells what greedy
-    generation would begin with; RULER generates 128 tokens and looks for the value anywhere in them, which is kinder.
+    RULER's single needles. Form 1: repeated noise, a number of 7 digits (the pass-key); 2: text, a number; 3: text, a
+    uuid. Prompt and answer have exactly `length` tokens. Row i has its needle at depth (i mod `depths`) / (depths - 1),
+    at the nearest start of a sentence. One forward pass on the right answer shows whether greedy generation would begin
+    with it; RULER generates 128 tokens and accepts the value anywhere in them, which is more lenient.
 
     Shapes: rows of `length` tokens; the labels are those of the answer.
     Cost: a forward pass of length tokens for each of `samples` rows.
-    Warning: the text is what is given, not RULER's essays, and keys come from 625 pairs of words.
+    Warning: the text is the given one, not RULER's essays, and keys come from 625 pairs of words.
     References: RULER: What's the Real Context Size of Your Long-Context Language Models? (Hsieh et al., 2024, arXiv
     2404.06654). [EVAL-NIAH-D1]
     """
@@ -150,7 +150,7 @@ class Niah(Evaluation):
     seed: Count = Field(1, ge=0)
 
     def parts(self, given: Given) -> list[Part]:
-        """A part for every form and length; `DataError` where text is needed and there is none."""
+        """A part for every form and length; `DataError` if a text is needed and there is none."""
         check_lengths(self.kind, given, self.lengths)
         encoder = _encoder(self.kind, given)
         parts = []
@@ -159,7 +159,7 @@ class Niah(Evaluation):
             chance = 2.0**-122 if form == 3 else 1 / 9_000_000
             for length in self.lengths:
                 row = partial(self._row, form, length, hay, encoder)
-                row(0)  # what does not fit is told before any is asked
+                row(0)  # raises if a row does not fit, before any is run
                 parts.append(Part(f"niah_{form}", length, self.samples, row, "exact", chance))
         return parts
 
@@ -181,10 +181,10 @@ class Niah(Evaluation):
 class VariableTracking(Evaluation):
     """variable_tracking: chains `VAR B = VAR A` hidden in noise; the names that hold a value are the answer, in order.
 
-    RULER's task: `chains` chains of 1 + `hops` names of 5 letters, their sentences at random depths in their order
-    among repeated noise; an example of the format comes first. The answer has the names of the first chain, and the
+    RULER's task: `chains` chains of 1 + `hops` names of 5 letters, whose sentences are at random depths, in order,
+    among repeated noise; an example of the format comes first. The answer is the names of the first chain, and the
     score is the share of names all of whose tokens are the likeliest, given the right names before. RULER counts the
-    names anywhere in what is generated.
+    names anywhere in the generated text.
 
     Shapes: rows of `length` tokens, 1 + hops answers each.
     Cost: a forward pass of length tokens for each of `samples` rows.
@@ -230,12 +230,12 @@ class VariableTracking(Evaluation):
 
 
 def _assignments(chain: Sequence[str], value: str) -> list[str]:
-    """The sentences of a chain, each a line."""
+    """The sentences of a chain, one per line."""
     return [f"VAR {chain[0]} = {value}\n"] + [f"VAR {b} = VAR {a}\n" for a, b in pairwise(chain)]
 
 
 def _example(rng: np.random.Generator, names: Sequence[str], values: Sequence[str], hops: int) -> str:
-    """A short task and its answer, of names of 3 letters and a value that the row has not."""
+    """A short example of the task with its answer, with names of 3 letters and a value that are not in the row."""
     chain = _absent(" ".join(["VAR", *names]), lambda: _names(rng, 1 + hops, 3))
     (value,) = _absent(" ".join(values), lambda: _values(rng, 1))
     text = f"{NOISE}\n{''.join(_assignments(chain, value))}{NOISE}"
@@ -261,7 +261,7 @@ def _uuid(rng: np.random.Generator) -> str:
 
 
 def _absent(text: str, draw: Callable[[], Drawn]) -> Drawn:
-    """The first draw that the text does not have: the answer must be in one place alone."""
+    """The first draw that does not occur in the text: the answer must be in one place only."""
     for _ in range(_TRIES):
         drawn = draw()
         if not any(part in text for part in ([drawn] if isinstance(drawn, str) else drawn)):
@@ -270,7 +270,7 @@ def _absent(text: str, draw: Callable[[], Drawn]) -> Drawn:
 
 
 def _noise(encoder: Encoder) -> Haystack:
-    """RULER's noise, line after line."""
+    """The haystack of RULER's noise, line by line."""
     return Haystack(f"{NOISE}\n", encoder, lines=True)
 
 
@@ -287,7 +287,7 @@ def _encoder(name: str, inputs: Given) -> Encoder:
 
 
 def _room(name: str, length: int, fixed: Sequence[Ids], needles: Sequence[Ids]) -> int:
-    """Tokens for the text with its needles; refused where they do not fit."""
+    """Number of tokens for the text with its needles; refuses a length that is too short."""
     around, inside = sum(map(len, fixed)), sum(map(len, needles))
     if around + inside > length:
         raise ConfigError(
@@ -298,7 +298,7 @@ def _room(name: str, length: int, fixed: Sequence[Ids], needles: Sequence[Ids]) 
 
 
 def _row_of(prompt: Sequence[Ids], answers: Sequence[Ids], depth: float | None = None) -> Row:
-    """Prompt and answers as a row; what comes before a token of an answer is labelled with it."""
+    """A row of prompt and answers; the token before each token of an answer is labelled with it."""
     tokens = np.concatenate([*prompt, *answers])
     targets, numbers = np.full_like(tokens, IGNORED), np.full_like(tokens, -1)
     place = sum(map(len, prompt))
@@ -310,13 +310,13 @@ def _row_of(prompt: Sequence[Ids], answers: Sequence[Ids], depth: float | None =
 
 
 class Synthetic(Evaluation):
-    """synthetic: a task of hecate.data, its labels asked; right where every label of a row is the likeliest, too.
+    """synthetic: accuracy on the labels of a task of hecate.data, and the share of rows with all labels right.
 
-    For a model that was trained on the task: its ids mean nothing to another. `lengths` null is the task's own length
-    and, where the others of its fields leave it free, twice that: in and out of the length of training. Row i is drawn
-    from the validation stream of (seed, i), so a seed other than 0 shares no row with training or its validation.
+    It is for a model that was trained on the task; its ids mean nothing to other models. `lengths` null takes the
+    task's own length and, if its other fields allow that, twice the length. Row i is drawn from the validation stream
+    of (seed, i), so that a seed other than 0 shares no row with training or its validation.
 
-    Shapes: rows of the task's own.
+    Shapes: those of the task's rows.
     Cost: a forward pass for each of `samples` rows.
     References: those of the task. [EVAL-SYNTHETIC-D1]
     """
@@ -328,12 +328,12 @@ class Synthetic(Evaluation):
     seed: Count = Field(1, ge=1)
 
     def conflicts(self) -> Conflicts:
-        """Data that are no task."""
+        """Data that are not a task."""
         if not isinstance(self.data, Task):
             yield ("data",), f"must be a synthetic task, got {self.data.kind!r}, a text"
 
     def parts(self, given: Given) -> list[Part]:
-        """The task at every length; `ConfigError` where the model knows fewer ids."""
+        """A part for every length; `ConfigError` if the model knows too few ids."""
         parts = []
         for task in self._tasks(given):
             length, needs = task.length() or 0, task.vocabulary()
@@ -355,7 +355,7 @@ class Synthetic(Evaluation):
             return [task]
         try:
             longer = task.of_length(2 * task.length())
-        except ConfigError:  # not a length that it can have, such as an even one
+        except ConfigError:  # a length that the task cannot have, such as an even one
             return [task]
         known = inputs.vocabulary is None or longer.vocabulary() <= inputs.vocabulary
         return [task, longer] if known and longer.vocabulary() == task.vocabulary() else [task]
@@ -366,10 +366,10 @@ class Synthetic(Evaluation):
 
 
 class LossByPosition(Evaluation):
-    """loss_by_position: windows of text, every token labelled with the next; the loss by how much was read before.
+    """loss_by_position: windows of text, every token labelled with the next; the loss by the number of tokens before.
 
-    Windows end where random sentences of the text do. A memory that holds what it has read loses less the more it has
-    read; where it fills up or was trained on shorter sequences, the loss rises again.
+    Windows end at the ends of random sentences. If a memory retains what it has read, the loss falls with the number of
+    tokens read; if it fills up, or was trained on shorter sequences, the loss rises again.
 
     Shapes: rows of `length` tokens.
     Cost: a forward pass of length tokens for each of `samples` rows.

@@ -1,6 +1,6 @@
 """Knobs as formulas, from the variant's own methods: a bias's u = grad(pred, target) and its derivative, an activation
-and its two, a retention's step of whole weights and the memory of what is carried, an algorithm's direction, each with
-its pullback; and what a componentwise phi makes of gradients."""
+with its two derivatives, a retention's step of whole weights and its memory as a function of the dual state, and an
+algorithm's direction, each with its pullback; and the updates that a componentwise phi makes of gradients."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from hecate.retention import Retention
 from hecate.variant import Variant
 
 MIXES = "a coordinate needs the whole row, where an activation goes coordinate by coordinate"
-KEPT = 4096  # formulas that are remembered
+KEPT = 4096  # formulas in the cache
 CELLS = ALONG | DOWN
 T = TypeVar("T")
-MIXED = {*SUMS, "in N", "in M"}  # operations by which one number needs others
+MIXED = {*SUMS, "in N", "in M"}  # operations that make a number depend on others
 
 
 class Formula(NamedTuple):
     """A bias as nodes and text: `psi(p, v, c)` is u = grad(p, v), `pull(p, v, u, g, c)` the cotangents of p and v from
     that of u.
 
-    The traits are read off the nodes: `coordinatewise`, no number of a row needs another; `target`, u = -v, and
-    `error`, u = p - v, both with the derivative that belongs to it; `linear`, a Jacobian without p, v and u.
+    Traits follow from the nodes: `coordinatewise`, no number of a row depends on another; `target`, u = -v, and
+    `error`, u = p - v, each with the matching derivative; `linear`, a Jacobian without p, v and u.
     """
 
     u: Node
@@ -52,40 +52,40 @@ class Formula(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A name by which equal texts are equal."""
+        """A digest of the texts."""
         return hashlib.sha256(f"{self.psi.source}\n{self.pull.source}".encode()).hexdigest()[:24]
 
 
 def bias_formula(bias: Bias) -> Formula:
-    """The formula of a bias. Raises Unprintable, which says why it has none."""
+    """The formula of a bias; raises Unprintable, with the reason, if it has none."""
     return printable(formula_of(bias))
 
 
 def formula_of(bias: Bias) -> Formula | str:
-    """The formula of a bias, or why it has none."""
+    """The formula of a bias, or the reason why it has none."""
     return cached_formula(bias, _of_bias)
 
 
 def activation_nodes(activation: Activation) -> tuple[Node, Node, Node] | str:
-    """act(x), act'(x) and act''(x) as nodes of x, or why there are none."""
+    """act(x), act'(x) and act''(x) as nodes of x, or the reason why there are none."""
     return cached_formula(activation, _of_activation)
 
 
 def printable(formula: T | str) -> T:
-    """A formula. Raises Unprintable with the reason where there is none."""
+    """The formula; raises Unprintable if it is a reason why there is none."""
     if isinstance(formula, str):
         raise Unprintable(formula)
     return formula
 
 
 def cached_formula(variant: Variant, make: Callable[[Any], T]) -> T | str:
-    """The formula that is made of a variant, once, or why it could not be made."""
-    # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
+    """The formula that `make` returns for a variant, cached, or the reason why there is none."""
+    # The key tells apart equal variants of two classes, variants whose methods were replaced, and 1 from 1.0.
     return _made_apart(make, tuple(_methods(variant)), repr(variant), variant)
 
 
 def _methods(variant: Variant) -> Iterator[Any]:
-    """Methods that are its formulas, what they read, and those of the variants in its fields."""
+    """The methods of a variant's formulas, the values that they read, and the same for variants in its fields."""
     for name in variant._formulas:
         yield (method := getattr(type(variant), name, None))
         yield from _outside(method, set())
@@ -96,15 +96,15 @@ def _methods(variant: Variant) -> Iterator[Any]:
 
 
 def _outside(function: Any, known: set[Any]) -> Iterator[Any]:
-    """Numbers and functions that a function of the user's own reads outside its arguments: with others in their place,
-    as a cell of a notebook run again leaves them, it is another formula."""
+    """Numbers and functions that a user's function reads besides its arguments: if they change, as when a notebook's
+    cell is run again, it is another formula."""
     if not isinstance(function, FunctionType) or function.__module__.startswith(("hecate.", "torch")):
         return
     if function not in known:
         known.add(function)
         try:
             outside = inspect.getclosurevars(function)
-        except ValueError:  # a name of the function around it has no value yet
+        except ValueError:  # a name of the enclosing function has no value yet
             return
         for name, value in {**outside.globals, **outside.nonlocals}.items():
             itself = isinstance(value, Hashable) and (callable(value) or inspect.ismodule(value))
@@ -114,17 +114,17 @@ def _outside(function: Any, known: set[Any]) -> Iterator[Any]:
 
 @lru_cache(KEPT)
 def _made_apart(make: Callable[[Any], Any], methods: tuple[Any, ...], text: str, variant: Variant) -> Any:
-    with ThreadPoolExecutor(1) as apart:  # which knows nothing of what transforms, compiles or differentiates here
+    with ThreadPoolExecutor(1) as apart:  # in a thread without the transforms, tracing and grad mode of this one
         return apart.submit(formula_or_reason, make, variant).result()
 
 
 def formula_or_reason(make: Callable[[Any], T], variant: Variant) -> T | str:
-    """The formula that is made of a variant, or why it could not be made."""
+    """The formula that `make` returns for a variant, or the reason why there is none."""
     try:
         return make(variant)
     except Unprintable as reason:
         return str(reason)
-    except Exception as error:  # of the user's own formula, which may run in the token loop all the same
+    except Exception as error:  # in a user's formula, which may still run in the token loop
         return f"tracing it ended in {type(error).__name__}: {shorten(str(error))}"
 
 
@@ -162,8 +162,8 @@ def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:
 
 
 def map_formula(feature_map: FeatureMap, *, centred: bool = False, pulled: bool = False) -> Text | str:
-    """`phi(x, c)` of a componentwise map without parameters, or why there is none: phi(x) - phi(0) where it is
-    `centred`, J^T of what it would be, J the derivative of phi at x, where it is `pulled`."""
+    """Text `phi(x, c)` of a componentwise map without parameters, or the reason why there is none: phi(x) - phi(0) if
+    `centred`, and if `pulled` J^T times the features, J the derivative of phi at x."""
     return cached_formula(feature_map, _MAPS[centred, pulled])
 
 
@@ -176,7 +176,7 @@ def _of_map(feature_map: FeatureMap, centred: bool, pulled: bool) -> Text:
 
         def function(x: Tensor) -> Tensor:
             y, residuals = variant.forward(x, _NOTHING)
-            if zero:  # and exactly nothing of nothing, however it rounds
+            if zero:  # and exactly 0 at 0, whatever rounding leaves
                 y = torch.where(x != 0, y - zero, 0.0)
             return variant.vjp(residuals, y)[0] if pulled else y
 
@@ -196,9 +196,9 @@ _MAPS = {(c, p): partial(_of_map, centred=c, pulled=p) for c in (False, True) fo
 
 
 class AlgorithmFormula(NamedTuple):
-    """An algorithm as nodes, number by number of a weight: `results`, the direction and the new slots, of `inputs`, the
-    gradient G, the gates lr and m and the slots s0, s1, ...; and `pulled`, the cotangents of these from those of the
-    results, `cotangents` g, h0, h1, ...
+    """An algorithm as nodes, for each number of a weight: `results`, the direction and the new slots, as functions of
+    `inputs`, the gradient G, the gates lr and m and the slots s0, s1, ...; and `pulled`, the cotangents of the inputs
+    from those of the results, `cotangents` g, h0, h1, ...
     """
 
     inputs: tuple[Node, ...]
@@ -208,17 +208,17 @@ class AlgorithmFormula(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Weights that are carried."""
+        """Number of slots."""
         return len(self.results) - 1
 
 
 def algorithm_formula(algorithm: Algorithm) -> AlgorithmFormula | str:
-    """The formula of an algorithm that steps every number of a weight by its own gradient, or why it has none."""
+    """The formula of an algorithm that steps every number of a weight by its own gradient, or the reason for none."""
     return cached_formula(algorithm, _of_algorithm)
 
 
 def algorithm_texts(algorithm: Algorithm) -> list[Text]:
-    """The functions of the direction and the new slots, and of their pullback. Raises Unprintable."""
+    """The texts of the direction with the new slots, and of their pullback; raises Unprintable if there are none."""
     formula = printable(algorithm_formula(algorithm))
     inputs, cotangents = ([node.args[0] for node in nodes] for nodes in (formula.inputs, formula.cotangents))
     back = printed("direction_back", [*inputs, *cotangents], formula.pulled)
@@ -269,7 +269,7 @@ class Weights(NamedTuple):
 
     @property
     def gate(self) -> Node | None:
-        """The cotangent of r cell by cell, of which that of one retain for all is the sum; None if it is no sum."""
+        """The cotangent of r for each cell, whose sum is that of one retain for all; None if that is not a sum."""
         gate = self.pulled[-1]
         if gate.axes or gate.literal(0):
             return gate
@@ -278,23 +278,23 @@ class Weights(NamedTuple):
 
     @property
     def cellwise(self) -> bool:
-        """True if no cell needs another."""
+        """True if no cell depends on another."""
         return not self.operations & MIXED
 
     @property
     def rowwise(self) -> bool:
-        """True if no row needs another."""
+        """True if no row depends on another."""
         return not self.operations & {"column_total", "column_top", "in M"}
 
 
 class RetentionFormula(NamedTuple):
-    """A retention as nodes, or in place of some of them why there are none.
+    """A retention as nodes; in place of those of `cells` it may have the reason why there are none.
 
     Fields:
         single: the step of X, D and r, one retain for a whole weight.
-        cells: the same where every cell has an r of its own.
-        link: the memory of the dual state A; None where the memory itself is carried.
-        adds: whether the step is r X + D, or X + D, with D as `centred` leaves it.
+        cells: the same with an r for every cell.
+        link: the memory of the dual state A; None if the memory itself is carried.
+        adds: whether the step is r X + D, or X + D, with D as `centred` returns it.
     """
 
     single: Weights
@@ -303,7 +303,7 @@ class RetentionFormula(NamedTuple):
     adds: bool
 
     def step(self, *, single: bool) -> Weights | str:
-        """The step, for one retain or for one of every cell, or why there is none."""
+        """The step for one retain or for one of every cell, or the reason why there is none."""
         return self.single if single else self.cells
 
     @property
@@ -313,17 +313,17 @@ class RetentionFormula(NamedTuple):
 
     @property
     def cellwise(self) -> bool:
-        """True if no cell of a memory needs another."""
+        """True if no cell of a memory depends on another."""
         return self.single.cellwise and (self.link is None or self.link.cellwise)
 
 
 def retention_formula(retention: Retention) -> RetentionFormula | str:
-    """The formula of a retention, or why it has none."""
+    """The formula of a retention, or the reason why it has none."""
     return cached_formula(retention, _of_retention)
 
 
 def retention_texts(retention: Retention) -> list[Text]:
-    """The functions of a step under one retain and of the link, if there is one. Raises Unprintable."""
+    """The texts of a step under one retain and of the link, if there is one; raises Unprintable if there are none."""
     formula = printable(retention_formula(retention))
     texts = [printed("step", "XDr", [formula.single.out]), printed("step_back", "XDrg", formula.single.pulled)]
     if formula.link is not None:

@@ -1,8 +1,9 @@
-"""Expressions of a traced formula: nodes that are made once for each value, the names a text is made of, and the
-operations of torch that a formula may call, as nodes, backward operations of autograd among them.
+"""Expressions of a traced formula: nodes, of which there is one for each value; the functions that a text may call; and
+torch's operations as nodes, those of autograd's backward passes included.
 
-A text has `+ - * /`, comparisons, `&`, `|` and `NAMES`; everything else is made of these when it is traced, with
-torch's results for NaN and infinity. Nothing is dropped that could be NaN: there is no rule for 0 x or x + 0.
+A text has `+ - * /`, comparisons, `&`, `|` and `NAMES`; all other operations are composed of these when a formula is
+traced, with torch's results for NaN and infinity. Nothing is dropped that could be NaN: there is no rule for 0 x or x +
+0.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Unprintable(ConfigError):
 
 
 def _infix(op: str, turned: bool = False) -> Callable[[Node, Number], Node]:
-    """An operation of a node and what stands behind it, or ahead."""
+    """An operation of a node and its right operand, or its left one if `turned`."""
     return lambda self, other: call(op, other, self) if turned else call(op, self, other)
 
 
@@ -52,12 +53,12 @@ class Node:
         self.nodes, self.op, self.args, self.axes = nodes, op, args, axes
 
     def literal(self, *values: float) -> bool:
-        """True of a constant that is the same in both traces, and one of the values if there are any."""
+        """True for a constant that is the same in both traces and, if `values` are given, one of them."""
         return self.op == "const" and self.args[0] == self.args[1] and (not values or self.args[0] in values)
 
     @property
     def truth(self) -> bool:
-        """True of an answer: a comparison, or answers joined."""
+        """True for a truth value: a comparison, or truth values combined."""
         return self.op in TRUTHS
 
     def __neg__(self) -> Node:
@@ -74,7 +75,7 @@ Number = Node | float
 
 
 class Nodes:
-    """The nodes of one formula: common subexpressions are found as they are made."""
+    """The nodes of one formula: equal subexpressions are the same node."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Node] = {}
@@ -88,7 +89,7 @@ class Nodes:
         return self.same("in", name, axes=axes)
 
     def const(self, value: float, other: float | None = None) -> Node:
-        """A number, and what it is in the other trace."""
+        """A number, and its value in the other trace."""
         other = value if other is None else other
         key = ("const", repr(value), repr(other))  # 0.0 and -0.0 are two, NaN is one
         return self._made.setdefault(key, Node(self, "const", (value, other), 0))
@@ -102,13 +103,13 @@ def call(op: str, *arguments: Number) -> Node:
         op = "and"
     if not all(item.truth for item in {"where": args[:1], "and": args, "or": args}.get(op, ())):
         raise Unprintable("it takes a number for an answer (True or False)")
-    if op not in ("and", "or"):  # an answer in a sum is 1 or 0
+    if op not in ("and", "or"):  # elsewhere a truth value counts as 1 or 0
         args = [where(x, 1, 0) if x.truth and (op, at) != ("where", 0) else x for at, x in enumerate(args)]
     if op in _FOLDED and all(item.op == "const" for item in args):
         try:
             return nodes.const(*(float(_FOLDED[op](*(item.args[at] for item in args))) for at in (0, 1)))
         except (ValueError, ZeroDivisionError, OverflowError):
-            pass  # a number that Python refuses is left to the kernel
+            pass  # an operation that Python refuses is left to the kernel
     first, last = args[0], args[-1]
     if op == "mul":
         for one, other in ((first, last), (last, first)):
@@ -122,9 +123,9 @@ def call(op: str, *arguments: Number) -> Node:
         return first.args[0]
     if op == "where" and (args[1] is args[2] or first.literal()):
         return args[1] if args[1] is args[2] or first.args[0] else args[2]
-    if op in SUMS and not first.axes & SUMS[op]:  # of equal numbers
+    if op in SUMS and not first.axes & SUMS[op]:  # all numbers are equal
         return first if op.endswith("top") else first * size_of(nodes, SUMS[op])
-    if op in ("total", "top") and first.op == f"column_{op}":  # a whole weight, in one order
+    if op in ("total", "top") and first.op == f"column_{op}":  # of a whole weight, always in one order
         return call(first.op, call(op, first.args[0]))
     axes = 0
     for item in args:
@@ -168,7 +169,7 @@ class Over(NamedTuple):
         return shifted / self.total(shifted)
 
     def log_softmax(self, x: Node) -> Node:
-        """Its logarithm."""
+        """The logarithm of softmax."""
         shifted = x - self.top(x)
         return shifted - log(self.total(exp(shifted)))
 
@@ -190,7 +191,7 @@ def size_of(nodes: Nodes, axes: int) -> Node:
 
 
 def isnan(x: Node) -> Node:
-    """True of NaN."""
+    """True for NaN."""
     return call("ne", x, x)
 
 
@@ -210,7 +211,7 @@ def larger(x: Node, y: Number) -> Node:
 
 
 def sign(x: Node) -> Node:
-    """1, 0 or -1; 0 of NaN, as torch has it."""
+    """1, 0 or -1; 0 for NaN, as in torch."""
     return where(x > 0, 1, where(x < 0, -1, 0))
 
 
@@ -221,7 +222,7 @@ def clamp(x: Node, low: Number | None = None, high: Number | None = None) -> Nod
 
 
 def power(x: Number, n: Number) -> Node:
-    """x^n; by products and roots for the exponents that torch treats so."""
+    """x^n; by products and roots for those exponents for which torch takes these."""
     if isinstance(x, Node) and isinstance(n, Node) and n.literal():
         nice: dict[float, Callable[[], Node]] = {
             0: lambda: x.nodes.const(1.0), 1: lambda: x, 2: lambda: x * x, 3: lambda: x * x * x, 0.5: lambda: sqrt(x),
@@ -250,7 +251,7 @@ CONSTANTS = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), 0.0),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0),
 }
-"""Operations whose result is a number everywhere."""
+"""Operations whose result is the same number everywhere."""
 ON_HOST = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true"))
 """Operations that read a number of a tensor on the host."""
 _HALF_ROOT, _DENSITY = math.sqrt(0.5), 1 / math.sqrt(2 * math.pi)

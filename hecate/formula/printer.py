@@ -1,10 +1,10 @@
-"""Traces what a variant's torch formula computes as nodes, and prints them as text that torch, numba and Triton run.
+"""Traces a variant's torch formula as nodes, and prints them as text that torch, numba and Triton run.
 
 The torch methods are the only source of a kernel. A config's own numbers become arguments `c` of the text: the formula
 is traced once more with the variant's float fields moved a little, and constants that differ between the two traces
-came from them. So another `delta` is the same text, and the same kernel; where a number steers which way the formula
-takes, each way has a text of its own, with the number in it. A trace of more and wider rows in float32 tells which
-constants are the number of values, `N`, and refuses those that follow from shapes or the dtype in another way. Formulas
+came from them. So another `delta` gives the same text and the same kernel; if a number decides which branch the formula
+takes, each branch has its own text, with the number in it. A trace of more and wider rows in float32 shows which
+constants are the number of values, `N`; those that follow from shapes or the dtype in another way are refused. Formulas
 of rows of values are traced on `[rows, N]`, those of whole weights on `[memories, M, N]`.
 """
 
@@ -40,14 +40,14 @@ from hecate.formula.nodes import (
 )
 from hecate.variant import Variant
 
-# Sizes of what is traced, and how many: unlike, so that shapes tell what is one number per row, column or memory.
+# Numbers of rows and their sizes in a trace: all differ, so that a shape shows whether it is per row, column or memory.
 ROWS, SIZES = 3, {1: (5,), 2: (4, 5)}
 MORE, WIDER = 7, {1: (64,), 2: (16, 64)}
-OTHERS = {1: ((2,), (257,)), 2: ((17, 2), (2, 257))}  # that must take the same way
+OTHERS = {1: ((2,), (257,)), 2: ((17, 2), (2, 257))}  # for which a formula must take the same branches
 _IGNORED = ("dtype", "layout", "device", "pin_memory", "memory_format")
 HOST = "it looks at a number of a tensor on the host (`if`, `.item()`), where a kernel has all tokens at once"
-DEPTH = 6  # of an expression before it gets a name
-DEEPEST = 150  # operations, one after the other, of a formula: nodes are walked by functions that call themselves
+DEPTH = 6  # at which an expression gets a name
+DEEPEST = 150  # operations in a chain: longer ones are refused, as nodes are walked recursively
 
 
 class _Whole(Node):
@@ -60,7 +60,7 @@ class Trace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method, and imports all of dynamo when it is first called
+        return False  # otherwise torch wraps the method, and its first call imports all of dynamo
 
     def __init__(
         self, nodes: Nodes, like: Tensor, other: Sequence[float] | None = None, wider: Sequence[float] | None = None
@@ -68,20 +68,20 @@ class Trace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         (self.rows, *self.sizes), self.dtype = like.shape, like.dtype
         self.nodes, self.other, self.wider = nodes, other, wider
-        self.local: set[int] = set()  # constants that the formula makes, none that may change behind its back
+        self.local: set[int] = set()  # constants made by the formula itself, which nothing else can change
         self.known: dict[int, Node] = {}
-        self.alive: list[Tensor] = []  # an id is that of a tensor as long as it lives
-        self.shared: set[int] = set()  # tensors whose numbers another may have, too: nothing is written into them
+        self.alive: list[Tensor] = []  # ids are unique only among tensors that are alive
+        self.shared: set[int] = set()  # tensors that may share memory: no operation may write into them
         self.constants: list[float] = []
         self.operations: list[str] = []
 
     @property
     def way(self) -> tuple[int, list[str]]:
-        """The operations, and how many constants they took."""
+        """The number of constants, and the operations: equal for traces that took the same branches."""
         return len(self.constants), self.operations
 
     def name(self, tensor: Tensor, node: Node) -> None:
-        """Says which node a tensor is."""
+        """Records the node of a tensor."""
         self.known[id(tensor)] = node
         self.alive.append(tensor)
 
@@ -125,7 +125,7 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name in CONSTANTS or name in ("full_like", "full"):
             nodes: Any = self._constant(CONSTANTS[name] if name in CONSTANTS else float(args[1]))
-        elif not traced:  # of constants alone
+        elif not traced:  # it takes constants only
             constants = [item for item in (out if isinstance(out, tuple | list) else [out]) if isinstance(item, Tensor)]
             if not any(isinstance(item, Tensor) and id(item) not in self.local for item in operands):
                 self.local |= set(map(id, constants))
@@ -167,7 +167,7 @@ class Trace(TorchDispatchMode):
             raise Unprintable(f"aten.{name} as called has no kernel form") from None
 
     def _over(self, name: str, args: Any, kwargs: dict[str, Any]) -> Over | None:
-        """The axes over which an operation goes; None if it joins rows or memories."""
+        """The axes over which an operation reduces; None if it also reduces over rows or memories."""
         at = 2 if name in ("linalg_vector_norm", "_softmax_backward_data", "_log_softmax_backward_data") else 1
         axes = args[at] if len(args) > at else kwargs.get("dim")
         axes = [axes] if isinstance(axes, int) else list(axes or range(args[0].dim()))
@@ -180,8 +180,8 @@ class Trace(TorchDispatchMode):
         return Over(sum(axis for axis in (ALONG, DOWN) if known.get(axis) in sizes))
 
     def _fits(self, name: str, tensor: Tensor, node: Node, counted: bool) -> None:
-        """Refuses what is neither a row nor a number of one, and numbers that are neither answers nor of the inputs'
-        dtype."""
+        """Refuses results that are neither a row nor one number per row, and dtypes other than the inputs' unless the
+        result is a truth value."""
         number = tensor.dim() == 0 and tensor.dtype == torch.get_default_dtype()
         if tensor.dtype != self.dtype and not (number or counted or (tensor.dtype == torch.bool and node.truth)):
             raise Unprintable(f"it computes in {tensor.dtype}, in aten.{name}")
@@ -212,8 +212,8 @@ def traced(
     function: Callable[..., Any], inputs: Mapping[str, int], nodes: Nodes, *constants: Sequence[float] | None,
     sizes: tuple[int, ...] = SIZES[1],
 ) -> tuple[list[Node], Trace]:  # fmt: skip
-    """Nodes of what a function of tensors returns; `inputs` are the axes of each. Rows of other sizes are more, and in
-    float32."""
+    """Nodes of the results of a function of tensors, and its trace; `inputs` has the axes of each input. With sizes
+    other than those of `SIZES` there are more rows, in float32."""
     rows, dtype = (ROWS, torch.float64) if sizes in SIZES.values() else (MORE, torch.float32)
     numbers = torch.linspace(0.1, 1.1, rows * math.prod(sizes), dtype=dtype).view(rows, *sizes)
     tensors = [(numbers if axes else numbers.flatten(1)[:, 0]).clone() for axes in inputs.values()]
@@ -227,7 +227,7 @@ def traced(
 
 
 class Text(NamedTuple):
-    """A function `name(*inputs, c)`: its source, the values of c, and the operations that are in it."""
+    """A function `name(*inputs, c)`: its source, the values of c, and the operations in it."""
 
     name: str
     source: str
@@ -239,13 +239,13 @@ def nodes_of(
     variant: Variant, method: Callable[[Any], Callable[..., Any]], inputs: Mapping[str, int], nodes: Nodes, *,
     axes: int = 1,
 ) -> list[Node]:  # fmt: skip
-    """The nodes of a method's results, in which the variant's own numbers differ between their two values; of rows, or
-    of weights of two axes."""
+    """The nodes of a method's results, in which constants that come from the variant's fields have two different
+    values; the inputs are rows, or with `axes=2` weights."""
     sizes = SIZES[axes]
     _, wide = traced(method(variant), inputs, Nodes(), sizes=WIDER[axes])
     other, constants = moved(variant), None
     if other is not None:
-        with suppress(Unprintable):  # as it is, it has a text
+        with suppress(Unprintable):  # without moved fields there is still a text
             _, trace = traced(method(other), inputs, Nodes(), sizes=sizes)
             constants = trace.constants if trace.way == wide.way else None
     results, trace = traced(method(variant), inputs, nodes, constants, wide.constants, sizes=sizes)
@@ -268,12 +268,12 @@ def nodes_of(
 
 
 def _rounded(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))  # as a tensor beside numbers in float32 has it
+    return float(torch.tensor(value, dtype=torch.float32))  # as in an operation with float32 tensors
 
 
 def moved(variant: Variant) -> Variant | None:
-    """The variant with each of its float fields, and those of variants in its fields, moved a little where it bears
-    that; None if none does."""
+    """The variant with each of its float fields, and those of variants in its fields, moved a little if its checks
+    allow that; None if none can be moved."""
     copy = None
     for at, name in enumerate(type(variant).model_fields):
         value = getattr(variant, name)
@@ -283,7 +283,7 @@ def moved(variant: Variant) -> Variant | None:
         elif isinstance(value, float) and value != 0 and math.isfinite(value):
             other = value * (1 - 0.0137 / (at + 3))
         if other is not None:
-            with suppress(ConfigError):  # the number of a field that has to be what it is stays in the text
+            with suppress(ConfigError):  # a field that allows no other number stays in the text
                 copy = (copy or variant).model_copy(update={name: other})
     return copy
 
@@ -292,7 +292,7 @@ def printed(
     name: str, inputs: Sequence[str], results: Sequence[Node], known: dict[Node, str] | None = None,
     names: Callable[[Node], str] | None = None,
 ) -> Text:  # fmt: skip
-    """The function that computes nodes; those `known` are inputs under that name, `names` as `said` takes them."""
+    """Text of the function that computes nodes; `known` ones are inputs by these names, `names` is as in `said`."""
     text, used = dict(known or {}), uses(results, known or {})
     depth: dict[Node, int] = {}
     level: dict[Node, int] = {}
@@ -327,7 +327,7 @@ def printed(
 
 
 def uses(results: Sequence[Node], known: Mapping[Node, str]) -> dict[Node, int]:
-    """Number of uses of each node, arguments before what is made of them."""
+    """Number of uses of each node; arguments come before the nodes that use them."""
     count: dict[Node, int] = {}
     order: list[Node] = []
 
@@ -345,7 +345,7 @@ def uses(results: Sequence[Node], known: Mapping[Node, str]) -> dict[Node, int]:
 
 
 def said(node: Node, text: Mapping[Node, str], names: Callable[[Node], str] | None = None) -> str:
-    """An operation, its arguments as they are in the text; `names`: how calls of some functions begin."""
+    """Text of an operation from the texts of its arguments; `names` gives the beginning of a call."""
     args = [text[item] for item in node.args]
     if node.op == "neg":
         return f"-{args[0]}"
@@ -355,7 +355,7 @@ def said(node: Node, text: Mapping[Node, str], names: Callable[[Node], str] | No
 
 
 def literal(value: float) -> str:
-    """A number."""
+    """Text of a number."""
     if math.isnan(value):
         return "NAN"
     digits = repr(abs(value)) if math.isfinite(value) else "INF"

@@ -1,4 +1,4 @@
-"""Gating: what a layer makes of a token before its memory gets it."""
+"""Gating: maps from a layer's projections and gates to the inputs of its memory."""
 
 from hecate.gating.base import Gating, GatingKind, Head, Masks, Sizes, Written
 from hecate.variant import import_variants

@@ -1,5 +1,5 @@
-"""Gating: what a layer makes of a token before it is written, where that is more than a gate of each kind; and heads
-of one linear map for the gates that few rules have: erase, write, retain_value, and a gate on the value."""
+"""Gating: the map from a layer's projections and gates to the inputs of its memory; and heads, each a linear map, for
+the gates that few rules have: erase, write, retain_value, and a gate on the value."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hecate.tape.ops import unit
 from hecate.variant import Config, Variant
 
 Shapes = dict[str, tuple[int, ...]]
-Named = Mapping[str, Tensor]  # parameters of a gating, or what it carries on
+Named = Mapping[str, Tensor]  # parameters of a gating, or its state
 Start = float | Callable[[tuple[int, ...], torch.Generator], Tensor]  # a number, or a draw in float64
 Parts = dict[str, tuple[tuple[int, ...], Start]]
 
 
 class Sizes(NamedTuple):
-    """Of the layer that gates: its width, heads, widths of keys and values per head, writes per token, and weights of
-    a memory."""
+    """Sizes of the layer: its width, heads, widths of keys and values per head, writes per token, and number of weights
+    of a memory."""
 
     d_model: int
     heads: int
@@ -46,12 +46,12 @@ class Written(NamedTuple):
     skip: Tensor | None = None
 
 
-Gated = tuple[Written, dict[str, Tensor]]  # inputs to the memory, and what is carried on after the last token
+Gated = tuple[Written, dict[str, Tensor]]  # inputs to the memory, and the gating's state after the last token
 
 
 class Masks(NamedTuple):
-    """`[B, T]` bool or None: which tokens are written, and before which a memory starts anew; and how many written
-    tokens are a chunk of it."""
+    """Masks `[B, T]`, bool or None, of tokens that are written and of tokens that reset the memory; and the number of
+    written tokens in a chunk."""
 
     write: Tensor | None = None
     reset: Tensor | None = None
@@ -59,22 +59,22 @@ class Masks(NamedTuple):
 
 
 class Gating(Variant, family="gating"):
-    """A map of what a layer has made of its input, (x, q, k, v and gates), to what its memory gets.
+    """A map from a layer's input x, its q, k, v and its gates to the inputs of its memory.
 
-    The gates of a rule (lr, retain, momentum, and erase, write, retain_value where the config gives them a head) come
-    from heads of their own; a variant changes them, replaces them, or adds others, as its paper says. It may carry
-    state from token to token, `state`, which masks and resets treat as the memory does: an unwritten token leaves it, a
-    reset restarts it.
+    The gates of a rule (lr, retain, momentum, and erase, write, retain_value if the config gives them a head) come from
+    heads of their own; a variant changes them, replaces them, or adds others, as its paper says. It may carry state
+    from token to token, `state`, which masks and resets treat as the memory does: an unwritten token leaves it, a reset
+    restarts it.
 
-    A variant gives `forward`, and the shapes of its parameters and how they start: as `parts`, or as `shapes` and
+    A variant defines `forward`, and the shapes and starting values of its parameters: as `parts`, or as `shapes` and
     `start`.
 
     Shapes: x `[B, T, d_model]`; parameters as in `shapes`, state `[B, ...]` as in `state_shapes`, zero at the start.
     """
 
     plain: ClassVar[bool] = False  # whether it leaves everything as it is
-    one_key: ClassVar[bool] = False  # whether it looks at the one key of a token
-    channels: ClassVar[tuple[str, ...]] = ()  # gates that it makes per key channel, of which phi then has as many
+    one_key: ClassVar[bool] = False  # whether it needs a single key per token
+    channels: ClassVar[tuple[str, ...]] = ()  # gates that it makes per key channel; phi must keep their number
     _makes: ClassVar[tuple[str, ...]] = ()
     _formulas = ("forward", "parts", "shapes", "start", "state_shapes")
 
@@ -90,7 +90,7 @@ class Gating(Variant, family="gating"):
 
     @property
     def erases(self) -> float:
-        """The most by which its gates multiply erase times write: a step's curvature grows as much."""
+        """Largest value of erase times write from its gates, by which it multiplies a step's curvature."""
         return 1.0
 
     def refusal(self, config: Any) -> str | None:
@@ -98,11 +98,11 @@ class Gating(Variant, family="gating"):
         return None
 
     def pairs(self, writes: int) -> int:
-        """Number of keys and values that the layer projects per token, for so many writes."""
+        """Number of keys and values that the layer projects per token, for this number of writes."""
         return writes
 
     def parts(self, sizes: Sizes) -> Parts:
-        """Its parameters by name: a shape, and the value at the start."""
+        """Its parameters by name: a shape, and the starting value."""
         return {}
 
     def shapes(self, sizes: Sizes) -> Shapes:
@@ -110,7 +110,7 @@ class Gating(Variant, family="gating"):
         return {name: shape for name, (shape, _) in self.parts(sizes).items()}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
-        """Shapes of what it carries on, of one sequence, by name."""
+        """Shapes of its state for one sequence, by name."""
         return {}
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
@@ -126,7 +126,7 @@ class Gating(Variant, family="gating"):
 
 
 class Plain(Gating):
-    r"""none: what the layer has made, as it is.
+    r"""none: the layer's q, k, v and gates as they are.
 
     Formula: $q_t,\ k_t,\ v_t,\ \eta_t,\ \alpha_t,\ \mu_t \ \text{as the layer has made them of } x_t$
     Shapes: no parameters, no state.
@@ -143,19 +143,19 @@ class Plain(Gating):
 GatingKind = Gating
 
 
-# For variants that look at the token before.
+# For variants that use the token before.
 
 
 def latest(values: Tensor, state: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-    """The value `[B, T, ...]` of the last token written before each one in its document, and that after the last token
-    `[B, ...]`; `state` before the first. After a reset it is zero."""
+    """The value `[B, T, ...]` of the last token written before each one, and the value `[B, ...]` after the last token;
+    `state` before the first write, and zero after a reset."""
     batch, length = values.shape[:2]
     if not length:
         return values, state
     if masks.write is None and masks.reset is None:
         earlier = torch.cat([state.unsqueeze(1).to(values.dtype), values[:, :-1]], 1)
         return earlier, values[:, -1]
-    # Places: 0 is `state`, 1 what a reset leaves, t + 2 token t.
+    # Places: 0 for `state`, 1 for the zero after a reset, t + 2 for token t.
     steps = torch.arange(length, device=values.device)
     marks = torch.zeros(batch, length, 2, dtype=torch.int64, device=values.device)
     if masks.reset is not None:
@@ -200,7 +200,7 @@ def _doubling_scan(
         gate, added = torch.where(write, gate, one), torch.where(write, added, none)
     if masks.reset is not None:
         reset = masks.reset.reshape(*masks.reset.shape, *wide)
-        # What a reset leaves is 0, which goes through the token's own gate.
+        # A reset leaves 0, which then goes through the token's own gate.
         fresh = join(added, torch.zeros_like(added), gate.expand_as(added))
         gate, added = torch.where(reset, none if one == 0.0 else 0.0, gate), torch.where(reset, fresh, added)
     gate = gate.expand_as(added)
@@ -218,7 +218,7 @@ class Head(Config):
 
     Fields:
         channels: a gate per channel instead of per head.
-        rank: W = W_2 W_1 with so many rows in W_1, which all heads share.
+        rank: W = W_2 W_1 with this many rows in W_1, which all heads share.
         start: share of `top` where x is 0, b = log(start / (1 - start)).
         top: the ceiling, never reached.
         bias: whether b is learned; without it `start` is 1/2.
@@ -234,9 +234,9 @@ class Head(Config):
 class Heads(Gating):
     r"""heads: a head each for erase, write, retain_value and the value: v becomes value * v.
 
-    Where a token has n writes, each has gates of its own; retain_value, which acts once, has not. Weights start at
-    N(0, 0.02^2). With lr or retain off, that gate is the rule's number at every token, as linear attention and RetNet
-    have it.
+    With n writes per token, each write has its own gates, except for retain_value, which acts once. Weights start at
+    N(0, 0.02^2). With lr or retain off, that gate is the rule's number at every token, as in linear attention and
+    RetNet.
 
     Formula: $\mathrm{gate}_t = \mathrm{top}\; \mathrm{sigmoid}(W x_t + b)$
     $v_t \leftarrow \mathrm{value}_t \odot v_t$
@@ -256,7 +256,7 @@ class Heads(Gating):
 
     @property
     def plain(self) -> bool:  # type: ignore[override]
-        """Without a head of its own it makes nothing: gates that have none stay where a scan has them."""
+        """True if it has no heads and leaves values as they are; gates without a head keep a scan's defaults."""
         return self.value is None and not self.gates and not self.unit_values
 
     @property
@@ -323,7 +323,7 @@ class Heads(Gating):
         return inputs._replace(v=v, gates=gates), {}
 
 
-# For other variants: heads, and how parameters start.
+# For other variants: heads, and starting values of parameters.
 
 
 def normal(shape: tuple[int, ...], source: torch.Generator, std: float) -> Tensor:
@@ -361,7 +361,7 @@ def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: fl
 
 
 def weight_start(sizes: Sizes) -> Start:
-    """The start of weights that map x: N(0, 1/d_model)."""
+    """Starting values of weights that map x: N(0, 1/d_model)."""
     return partial(normal, std=sizes.d_model**-0.5)
 
 
@@ -374,6 +374,6 @@ rates = partial(spread, low=1.0, high=16.0)
 
 
 def shrink(params: Named, name: str, x: Tensor) -> Tensor:
-    """-A softplus(W x + b): the logarithm of what is kept, A = exp of the parameter `name`.rate per head."""
+    """-A softplus(W x + b): the logarithm of a decay, A = exp of the parameter `name`.rate per head."""
     logits = head(params, name, x)
     return -params[f"{name}.rate"].to(logits.dtype).exp() * softplus(logits)

@@ -1,5 +1,5 @@
-"""Gatings that correct what is written or read: by the token's own key or gates, as Comba, HGRN2 and preconditioners
-do, or, of memories that take one step a chunk, by values that look at tokens ahead and an lr for every weight."""
+"""Gatings that correct writes or reads: by the token's own key or gates, as in Comba, HGRN2 and preconditioners; or,
+for memories that take one step per chunk, by values of later tokens and an lr for every weight."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from hecate.variant import Conflicts
 
 
 class Comba(Gating):
-    r"""comba: the memory is asked at c k, and read at q - d c k.
+    r"""comba: the error is taken at c k, and the memory is read at q - d c k.
 
     c = sigmoid(a) per head closes the loop at the state (`erase`), d per head at the read, of q and k as the layer
-    leaves them: with `key_norm="l2"` and the layer's qk_norm "none" both are brought to unit length behind the
-    correction, as in the released layer, with "l2" ahead of it. phi is to be the identity. Released kernels normalise c
-    k as well, which cancels c in what is erased; the paper does not.
+    leaves them: with `key_norm="l2"` and the layer's qk_norm "none" both are brought to unit length after the
+    correction, as in the released layer, with qk_norm "l2" before it. phi should be the identity. Released kernels
+    normalise c k as well, which cancels c in what is erased; the paper does not.
 
     Formula: $\mathrm{erase}_t = c = \mathrm{sigmoid}(a),\quad q_t \leftarrow q_t - d\, c\, k_t$
     Shapes: a and d `[H]`.
@@ -70,11 +70,11 @@ class Comba(Gating):
 
 
 class Complement(Gating):
-    r"""complement: retain = sigmoid(a k + b) per channel; what is not kept is written, with the key 1 - retain.
+    r"""complement: retain = sigmoid(a k + b) per channel; the written key is 1 - retain.
 
-    The layer's key is the forget gate's logit, as in the released layer, which leaves it its length
-    (`layer_qk_norm="none"`) and has neither an activation of it nor lr. a starts at 1, b at retain 0.9 for k = 0: ours,
-    for the paper's lower bounds. With `keys` keys stay and retain has a head of its own.
+    The layer's key is the forget gate's logit, as in the released layer, which does not normalise it
+    (`layer_qk_norm="none"`) and has neither an activation for it nor lr. a starts at 1, b at retain 0.9 for k = 0:
+    ours, for the paper's lower bounds. With `keys` keys stay and retain has a head of its own.
 
     Formula: $\alpha_t = \mathrm{sigmoid}(a \odot k_t + b),\quad \mathrm{write}_t = 1 - \alpha_t,\quad k_t \leftarrow 1$
     Shapes: a and b `[H, D]`; phi keeps the width D of keys.
@@ -117,12 +117,12 @@ class Complement(Gating):
 class Curvature(Gating):
     r"""curvature: the written key is the key times base^(-r / (1 + |r|)), r = log(A + eps) - c, per channel.
 
-    A_t = decay_t A_{t-1} + rate_t k_t * k_t runs over the squares of the keys so far, the token's own among them: a
-    diagonal of their curvature. Channels that were written often are written more cautiously. The factor lies in
-    (1/base, base), so that with lr up to 2 an eigenvalue could reach 1 - 2 base: keep lr at most 2 / base.
+    A_t = decay_t A_{t-1} + rate_t k_t * k_t sums the squares of the keys so far, the token's own included: a diagonal
+    of their curvature. Channels that were written often are written with smaller steps. The factor lies in (1/base,
+    base), so that with lr up to 2 an eigenvalue could reach 1 - 2 base: keep lr at most 2 / base.
 
-    `gate` is what makes decay of W x + b: "sigmoid", which starts at `decay`, or "softplus", exp(-A softplus(W x + b)),
-    as released, A per head starting in U(1, 16), softplus(b) log-uniform in [1e-3, 1e-1].
+    `gate` turns W x + b into decay: "sigmoid", which starts at `decay`, or "softplus", exp(-A softplus(W x + b)), as
+    released, A per head starting in U(1, 16), softplus(b) log-uniform in [1e-3, 1e-1].
 
     Formula: $A_t = \mathrm{decay}_t A_{t-1} + \mathrm{rate}_t\, k_t \odot k_t,\quad r_t = \log(A_t + \varepsilon) - c$
     $\mathrm{write}_t = \mathrm{base}^{-r_t / (1 + |r_t|)}$
@@ -185,17 +185,19 @@ class Curvature(Gating):
 class Hypergradient(Gating):
     r"""hypergradient: the written key is d * k; then d becomes forget d + eta (1 - d.s) s, s = k * k, per channel.
 
-    k is of unit length. (1 - d.s) s is minus the gradient in d of |e'|^2 / (2 |e|^2), e the token's error and e' what a
-    write with lr = 1 leaves of it; lr itself is not in it. d, its learned start too, is kept within `low` and `high`;
-    without `high` nothing holds d.s under 2 / lr, where writes grow, though d.s = 1 is where each step heads.
+    k is of unit length. (1 - d.s) s is minus the gradient in d of |e'|^2 / (2 |e|^2), e the token's error and e' its
+    error after a write with lr = 1; lr itself does not enter. d, its learned start too, is kept within `low` and
+    `high`; without `high` nothing keeps d.s below 2 / lr, beyond which writes grow, though each step heads for d.s = 1.
 
     Formula: $\mathrm{write}_t = d_t,\quad d_{t+1} = \mathrm{forget}_t\, d_t + \mathrm{eta}\, (1 - d_t^\top s_t)\,
     s_t,\quad s_t = k_t \odot k_t$
     Shapes: s and d `[B, T, H, D]`; forget `[B, T, H]` = sigmoid(W x + b), or 1 for None; the start of d `[H, D]`.
-    Cost: a triangular system per 64 tokens where d stays within; else, and compiled, they go token by token.
-    References: OSDN (Zhou et al., 2026, arXiv 2605.13473), read in its authors' programs (Lhongpei/OSLA), not in the
-    paper. d starts at 0 in their first, as here at 1 in their last; later trials have eta 0.003, d in [2/3, 1.5]. That
-    an unwritten token leaves d, and its start within the bounds, are ours. [GATE-OSDN-D1, GATE-OSDN-I1]
+    Cost: a triangular system per 64 tokens while d stays within its bounds; otherwise, and under torch.compile, a loop
+    over tokens.
+    References: OSDN (Zhou et al., 2026, arXiv 2605.13473), taken from its authors' programs (Lhongpei/OSLA), not from
+    the paper. d starts at 0 in their first, as here at 1 in their last; later trials have eta 0.003, d in [2/3, 1.5].
+    That an unwritten token leaves d, and that its start is kept within the bounds, is ours.
+    [GATE-OSDN-D1, GATE-OSDN-I1]
     """
 
     kind: Literal["hypergradient"] = "hypergradient"
@@ -241,7 +243,7 @@ class Hypergradient(Gating):
             reset = None if masks.reset is None else masks.reset[:, at : at + self._tokens]
             before, d = self._chunk(s[:, at : at + self._tokens], fall[:, at : at + self._tokens], reset, d, start)
             factors.append(before)
-        # What a token forgets is seen by the next one: a single token's gate is in no factor.
+        # `forget` acts from the next token on, so the gate of a single token is in no factor.
         factor = joined(torch.cat(factors, 1) if factors else s, fall)
         return inputs._replace(gates={**inputs.gates, "write": factor}), {"moved": d - start}
 
@@ -288,19 +290,19 @@ class TargetConv(Gating):
     r"""target_conv: v_t becomes sum_o c_o * v_(t+o), o from -(taps - 1 - ahead) to ahead, inside the chunk.
 
     A depthwise convolution with `ahead` taps over tokens to come, zeros beyond the chunk. It is causal because writes
-    of a chunk act from the next one on, and exact token by token because a Hebbian sum knows no order: the product of
-    k_t and v_(t+o) is written when the later of both has come. So a token makes 1 + ahead writes: (k_t, sum over o <= 0
-    of c_o v_(t+o)) and (k_(t-o), c_o v_t) for each o > 0. Any split of a sequence gives the same; a chunk that is not
-    full has not stepped. lr is the algorithm's own for all tokens.
+    of a chunk act from the next one on, and exact token by token because a Hebbian sum does not depend on order: the
+    product of k_t and v_(t+o) is written when the later of both has come. So a token makes 1 + ahead writes: (k_t, sum
+    over o <= 0 of c_o v_(t+o)) and (k_(t-o), c_o v_t) for each o > 0. Any split of a sequence gives the same; a chunk
+    that is not full has not stepped. lr is the algorithm's own for all tokens.
 
     Formula: $v_t \leftarrow \sum_{o=-(\mathrm{taps}-1-\mathrm{ahead})}^{\mathrm{ahead}} c_o \odot v_{t+o} \quad
     \text{within the chunk}$
-    Shapes: c `[taps, H, V]`, from 0 but for the token's own tap; state: the last keys and values written, `[B, H, D]`
-    and `[B, H, V]`, and how many tokens of the chunk have come.
+    Shapes: c `[taps, H, V]`, 0 at the start except for the token's own tap; state: the last keys and values written,
+    `[B, H, D]` and `[B, H, V]`, and the number of tokens in the chunk so far.
     Cost: 1 + ahead times the features of keys and the writes.
-    Warning: with own=0, as the paper starts for models that are trained already, nothing is written until c has moved,
-    and a matrix that starts at zero answers nothing. The paper multiplies by a matrix behind the convolution; here the
-    layer's projection of values stands ahead of it, and with a diagonal one they are the same.
+    Warning: with own=0, as in the paper for models that are already trained, nothing is written until c has moved, and
+    a matrix that starts at zero answers zero. The paper multiplies by a matrix after the convolution; here the layer's
+    projection of values comes before it, and with a diagonal one they are the same.
     References: In-Place Test-Time Training (2026, arXiv 2604.06169). [GATE-TARGET-D1]
     """
 
@@ -354,7 +356,7 @@ class TargetConv(Gating):
         after: dict[str, Tensor] = {}
 
         def back(now: Tensor, name: str, depth: int) -> list[Tensor]:
-            """A token's own and those of the written tokens before it, the nearest first."""
+            """Tensors of the token and of the written tokens before it, the nearest first."""
             history = [now]
             for j in range(1, depth + 1):
                 before, after[f"{name}{j}"] = latest(history[-1], state[f"{name}{j}"], masks)
@@ -383,7 +385,7 @@ class LargeChunk(Gating):
     $\mu_t = \frac{1}{t - s + 1} \sum_{j=s}^{t} \mathrm{sigmoid}(w^\top x_j + b),\quad s \ \text{the first token of the
     chunk}$
     Shapes: lr `[B, T, H, W]`, W in `[W, H, d_model]` for each of W weights, momentum `[B, T, H]`; state: the sum of the
-    chunk's gates `[B, H]` and how many tokens of it have come.
+    chunk's gates `[B, H]` and the number of tokens in the chunk so far.
     References: Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884), released code. [GATE-LARGE-D1]
     """
 

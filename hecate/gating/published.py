@@ -1,4 +1,4 @@
-"""Gates of published layers: Mamba-2 and Mamba-3, mLSTM, RWKV-7 and Momentum DeltaNet; and of those whose memory is
+"""Gates of published layers: Mamba-2 and Mamba-3, mLSTM, RWKV-7 and Momentum DeltaNet; and of layers whose memory is
 read through a readout: MesaNet, Gated KalmaNet, gated slot attention, ABC, Raven."""
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from hecate.tape.ops import unit
 
 
 class Mamba2(Gating):
-    r"""mamba2: M' = exp(-A dt) M + dt v k^T, d v added to what is read.
+    r"""mamba2: M' = exp(-A dt) M + dt v k^T, d v added to the answer.
 
-    dt = softplus(W x + b) per head is how long a token lasts: lr, and what decides retain. A and d per head; d starts
-    at 0, in the released layer at 1, beside which what a fresh memory answers is hardly heard.
+    dt = softplus(W x + b) per head is the duration of a token: it is lr, and sets retain. A and d are per head. d
+    starts at 0; in the released layer it starts at 1, which outweighs the answers of a fresh memory.
 
     Formula: $\eta_t = \mathrm{softplus}(W x_t + b),\quad \alpha_t = \exp(-A \eta_t)$
     $M_t = \alpha_t M_{t-1} + \eta_t v_t k_t^\top,\quad y_t = M_t q_t + d v_t$
@@ -85,7 +85,7 @@ class Mamba3(_TwoWrites):
 
     dt = softplus(W x + b), a = exp(-max(softplus(W x), 1e-4) dt), l = sigmoid(W x). theta_t = theta_{t-1} + dt pi
     tanh(W x) modulo 2 pi; pairs (2 i, 2 i + 1) of norm(q) + bias and norm(k) + bias turn by it, a share `turned` of
-    them. The token's own key and the one before are two writes of one token; d v is added to what is read.
+    them. The token's own key and the one before are two writes of one token; d v is added to the answer.
 
     Formula: $M_t = \alpha_t M_{t-1} + (1 - \lambda_t) \Delta_t \alpha_t v_{t-1} k_{t-1}^\top + \lambda_t \Delta_t v_t
     k_t^\top,\quad y_t = M_t q_t + d \odot v_t$
@@ -150,12 +150,12 @@ def turn(x: Tensor, angle: Tensor) -> Tensor:
 
 
 class MLSTM(Gating):
-    r"""mlstm: lr = exp(i) and retain = sigmoid(f), read over max(|z.q|, 1), with numbers that stay in range.
+    r"""mlstm: lr = exp(i), retain = sigmoid(f), answers divided by max(|z.q|, 1), with numbers that stay in range.
 
     With m_t = max(log retain + m_{t-1}, i), memory and z hold exp(-m) of themselves: lr' = exp(i - m_t), retain' =
     exp(log retain + m_{t-1} - m_t), both in [0, 1], and the divisor is max(|z.q|, exp(-m_t)), the gate `floor` of
-    `normalizer="max"`. What is read does not depend on m, so no gradient flows through it. A state carries m, which is
-    0 at the start and after a reset.
+    `normalizer="max"`. Answers do not depend on m, so no gradient flows through it. A state carries m, which is 0 at
+    the start and after a reset.
 
     Formula: $m_t = \max(\log\, \mathrm{sigmoid}(f_t) + m_{t-1},\ i_t),\quad i_t = w_i^\top x_t + b_i,\quad f_t =
     w_f^\top x_t + b_f$
@@ -197,11 +197,11 @@ class MLSTM(Gating):
 class RWKV7(_TwoWrites):
     r"""rwkv7: M' = M diag(w) - (M kk) (alpha * kk)^T + v k~^T, as two writes of which the first erases.
 
-    kk = normalise(k * xi) is erased with, weighed by alpha where it is written, and k~ = k * (1 + (alpha - 1) * zeta)
-    is written; w = exp(-e^(-1/2) sigmoid(w_0 + tanh(x W_1) W_2)) in (0.545, 1) and alpha = sigmoid(a_0 + x A_1 A_2) per
-    channel. The erasure reads the memory as it was, decay_order="with_step". Token shift, the value residual across
-    layers and the bonus behind the norm are not here; W_1 and A_1 start at N(0, 0.02^2), not at 0, from where W_2 would
-    learn nothing.
+    kk = normalise(k * xi) is the key of the erasure, which writes along alpha * kk, and k~ = k * (1 + (alpha - 1) *
+    zeta) is the key of the write; w = exp(-e^(-1/2) sigmoid(w_0 + tanh(x W_1) W_2)) in (0.545, 1) and alpha =
+    sigmoid(a_0 + x A_1 A_2) per channel. The erasure reads the memory before its decay, decay_order="with_step". Token
+    shift, the value residual across layers and the bonus behind the norm are not here; W_1 and A_1 start at N(0,
+    0.02^2), not at 0, where W_2 would learn nothing.
 
     Formula: $M_t = M_{t-1} \mathrm{diag}(w_t) - (M_{t-1} \kappa_t) (a_t \odot \kappa_t)^\top + v_t \tilde k_t^\top$
     $\kappa_t = \frac{k_t \odot \xi}{\Vert k_t \odot \xi \Vert},\quad \tilde k_t = k_t \odot (1 + (a_t - 1) \odot
@@ -218,7 +218,7 @@ class RWKV7(_TwoWrites):
 
     @property
     def erases(self) -> float:
-        return 0.0  # of the layer's keys: what is erased with is of unit length, whatever they are
+        return 0.0  # for the layer's keys: the key of the erasure has unit length, whatever they are
 
     def parts(self, sizes: Sizes) -> Parts:
         keys, parts = (sizes.heads, sizes.d_key), Parts()
@@ -255,8 +255,8 @@ class RWKV7(_TwoWrites):
         return inputs._replace(k=pair, v=values, gates={**inputs.gates, **both}), {}
 
 
-FLOOR = -2.0  # of log mu
-LEAST = 1e-16  # of b, by which the next token's momentum divides: a smaller one moves no digit of a memory
+FLOOR = -2.0  # least log mu
+LEAST = 1e-16  # of b, by which the next token's momentum is divided; a smaller one changes no digit of a memory
 
 
 class MomentumDeltaGates(Gating):
@@ -265,7 +265,7 @@ class MomentumDeltaGates(Gating):
     eta = 1 + tanh(W x / sqrt(d_model)), theta = arctan(eta f), b = sin(theta)^2 sigmoid(W x), alpha = cos(theta)^2
     exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b, 1e-16 at least, goes into the slot:
     lr = b eta, retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1. With `correction` the query is q - d k,
-    of q and k as the layer leaves them: `key_norm="l2"` brings both to unit length behind it, as released.
+    of q and k as the layer leaves them: `key_norm="l2"` then brings both to unit length, as released.
 
     Formula: $\hat\eta_t = 1 + \tanh\left(\frac{w_\eta^\top x_t}{\sqrt{d_{model}}}\right),\quad \theta_t = \arctan(f\,
     \hat\eta_t),\quad b_t = \sin^2 \theta_t\, \mathrm{sigmoid}(w_b^\top x_t)$
@@ -312,7 +312,7 @@ class MomentumDeltaGates(Gating):
         alpha = cosine * torch.exp(shrink(params, "alpha", x))
         mu = torch.exp(shrink(params, "mu", x).clamp(min=FLOOR))
         before, last = latest(b, state["b"], masks)
-        ratio = torch.where(before > 0, b / torch.where(before > 0, before, 1.0), 1.0)  # with S = 0 at the start
+        ratio = torch.where(before > 0, b / torch.where(before > 0, before, 1.0), 1.0)  # at the start S = 0
         q = inputs.q
         if self.correction:
             q = q - params["d"].exp().to(q.dtype).unsqueeze(-1) * inputs.k
@@ -320,7 +320,7 @@ class MomentumDeltaGates(Gating):
         return inputs._replace(q=q, gates=gates), {"b": last}
 
 
-_TOP = 32  # slots that a token of Raven goes to
+_TOP = 32  # default of `Raven.top`
 
 
 def _gate_refusal(config: Any, gate: str, readout: str) -> str | None:
@@ -359,8 +359,8 @@ class Mesa(Gating):
 class KalmaNet(Gating):
     r"""kalmanet: lr = (b + 1e-6)^2, b the layer's own lr; mix = sigmoid(W x + c).
 
-    The released code scales keys and values by b both, so that a token weighs b^2. Where mix starts is ours: while few
-    tokens are written the solution is up to 1 / (relative |H|_F) times as long as the query.
+    The released code scales both keys and values by b, so that a token has the weight b^2. The start of mix is ours:
+    while few tokens are written the solution is up to 1 / (relative |H|_F) times as long as the query.
 
     Formula: $\eta_t \leftarrow (\eta_t + 10^{-6})^2,\quad \mathrm{mix}_t = \mathrm{sigmoid}(w^\top x_t + c)$
     Shapes: mix `[B, T, H]`, c `[H]`.
@@ -385,7 +385,7 @@ class KalmaNet(Gating):
 
 
 class _Slotted(Gating):
-    """Helper for gatings whose slots hear one linear map of x each."""
+    """Helper for gatings with a score for each slot, a linear map of x."""
 
     _makes: ClassVar[tuple[str, ...]] = ("lr", "retain")
     channels: ClassVar[tuple[str, ...]] = ("retain", "write")
@@ -420,11 +420,11 @@ class GSA(_Slotted):
 
 
 class ABC(_Slotted):
-    r"""abc: every slot holds a mean weighed by exp(s), s = W x within [-limit, limit].
+    r"""abc: every slot holds a mean weighted by exp(s), s = W x within [-limit, limit].
 
     With Z_t the log of the sum of exp(s) so far, retain = exp(Z_{t-1} - Z_t) and write = exp(s - Z_t), and retain is 1
-    at the first token. What is carried is exp(-m) of the sum, m its running maximum, so that numbers stay in range; no
-    gradient flows through m, on which nothing depends.
+    at the first token. The state is exp(-m) times the sum, with m the running maximum of s, so that numbers stay in
+    range; no gradient flows through m, on which nothing depends.
 
     Formula: $\alpha_t = \exp(Z_{t-1} - Z_t),\quad \mathrm{write}_t = \exp(s_t - Z_t)$
     $Z_t = \log \sum_{i \leq t} \exp(s_i),\quad s_t = \max(-\mathrm{limit}, \min(\mathrm{limit}, W x_t))$
@@ -446,7 +446,7 @@ class ABC(_Slotted):
         fall, weight = torch.exp(before - m), torch.exp((s - m).clamp(max=0))  # above 0 at unwritten tokens alone
         total = running(fall, weight, state["sum"], masks)
         earlier, final = latest(total, state["sum"], since)
-        some = total > 0  # an unwritten token may stand where nothing was written
+        some = total > 0  # nothing may be written before an unwritten token
         divisor = torch.where(some, total, 1.0)
         retain = torch.where(earlier > 0, earlier * fall / divisor, 1.0)
         retain = retain - (retain.detach() - 1).relu()  # above 1 by rounding alone
@@ -455,12 +455,12 @@ class ABC(_Slotted):
 
 
 class Raven(_Slotted):
-    r"""raven: retain = exp(g c_i) in slot i, write = 1 - retain, c the largest sigmoid(W x), brought to the sum 1.
+    r"""raven: retain = exp(g c_i) in slot i, write = 1 - retain, c the largest of sigmoid(W x), scaled to the sum 1.
 
-    g = -A softplus(a x + b) per head is how much a token replaces, c how that is shared out: the product of retain over
-    slots is exp(g). A slot that is not chosen has c = 0, keeps all (retain is 1) and is given nothing (write is 0), to
-    the last bit. Of equal scores the first slots are chosen. A, a and b start as Mamba-2 starts them, W at
-    N(0, 1/d_model), ours. The choice itself has no derivative.
+    g = -A softplus(a x + b) per head sets how much a token replaces, c how that is divided among slots: the product of
+    retain over slots is exp(g). A slot that is not chosen has c = 0, keeps all (retain is 1) and is given nothing
+    (write is 0), to the last bit. Of equal scores the first slots are chosen. A, a and b start as Mamba-2 starts them,
+    W at N(0, 1/d_model), ours. The choice itself has no derivative.
 
     Formula: $\alpha_t = \exp(g_t c_t),\quad \mathrm{write}_t = 1 - \alpha_t,\quad g_t = -A\, \mathrm{softplus}(a^\top
     x_t + b)$
@@ -495,7 +495,7 @@ def _shares(scores: Tensor, top: int) -> Tensor:
     """The `top` largest sigmoids over their sum, 0 elsewhere; as a softmax of logarithms, which never divides by 0."""
     logs = logsigmoid(scores)
     if top < scores.shape[-1]:
-        # By scores, which differ where their sigmoids have reached 1; stable, so that equal ones are chosen alike.
+        # By scores, which differ even where their sigmoids have reached 1; stable, so that ties always go to the first.
         order = scores.detach().sort(dim=-1, descending=True, stable=True).indices
         unchosen = torch.ones_like(scores, dtype=torch.bool).scatter(-1, order[..., :top], False)
         logs = logs.masked_fill(unchosen, -torch.inf)

@@ -1,4 +1,5 @@
-"""A gym of behaviour: streams that ask a memory directly what it remembers, learns and follows, with known levels."""
+"""A gym for memories: streams that test directly what a memory remembers, learns and tracks, with known scores to
+compare with."""
 
 from hecate.gym.contenders import Contender, Memory, contender_of
 from hecate.gym.peers import contenders

@@ -1,4 +1,5 @@
-"""Contenders: memories behind one signature, each with a small grid of settings; hecate's rules, and sums of them."""
+"""Contenders: memories with a common signature, each with a small grid of settings; hecate's rules, and sums of
+them."""
 
 from __future__ import annotations
 
@@ -29,21 +30,21 @@ from hecate.rule import RULES, MemoryConfig
 from hecate.train.document import parse_value, read_yaml
 
 HEADS = 4
-"""Heads of a layer that is trained."""
+"""Number of heads of a layer in tasks that train."""
 Setting = Mapping[str, Any]
 
 
 class Memory(Protocol):
     """Signature of a memory: `(keys [B, T, D], values [B, T, V], state) -> (answers [B, T, V], state)`. [GYM-CALL-D1]
 
-    Every key is answered from what was written before its token, then written with its value. With values None keys
-    are answered and nothing is written. `state` is None at the start; what is carried on is in it alone. A method
-    `write(keys, values, state) -> state`, where there is one, is called for tokens whose answers are not scored. A
-    memory that diverges raises `NonFiniteError`.
+    Every key is answered from what was written before its token, then written with its value. With values None, keys
+    are answered and nothing is written. `state` is None at the start, and must contain everything that is carried over.
+    An optional method `write(keys, values, state) -> state` is called for tokens whose answers are not scored. A memory
+    that diverges raises `NonFiniteError`.
     """
 
     def __call__(self, keys: Tensor, values: Tensor | None, state: Any, /) -> tuple[Tensor, Any]:
-        """Answers, and the state behind the last token."""
+        """Answers, and the state after the last token."""
         ...
 
 
@@ -53,14 +54,14 @@ class Contender:
 
     Fields:
         name: its name in tables.
-        build: from a setting and a seed to a `Memory`, whose random maps and starts are drawn from the seed; None where
-            it can only be trained.
-        settings: what it chooses from, on another seed than the reported ones; the first is its default.
-        facts: what decides its numbers, as JSON has it; kept results are those of equal facts.
-        longest: tokens of a row beyond which it is not asked.
-        layer: for tasks that train, from a width and the generator of all draws to a module `(x [B, T, width], state)
-            -> (y, state)`, causal, its state None at the start; None where nothing of it is trained.
-        missing: why it cannot run here, with the line that helps; empty where it can.
+        build: function from a setting and a seed to a `Memory`, with random maps and starts drawn from the seed; None
+            if it can only be trained.
+        settings: settings to choose from, on another seed than those reported; the first is the default.
+        facts: everything that determines its numbers, as JSON; stored results are reused if the facts are equal.
+        longest: length of a row, in tokens, beyond which it is not run; None for no limit.
+        layer: for tasks that train, function from a width and a generator for all draws to a causal module `(x [B, T,
+            width], state) -> (y, state)`, with state None at the start; None if it cannot be trained.
+        missing: reason why it cannot run here, with the remedy; empty if it can.
     """
 
     name: str
@@ -74,7 +75,8 @@ class Contender:
 
 class Rule:
     """hecate's memory of a config as a `Memory`: one head, read before the write, random draws from the seed. Values,
-    of a mean length of about 1, come sqrt(V) times as long where the rule's layer gives them a unit root mean square.
+    which have a mean length of about 1, are multiplied by sqrt(V) if the rule's layer normalises values to a root mean
+    square of 1, and answers divided by it.
     """
 
     def __init__(self, config: MemoryConfig, seed: int) -> None:
@@ -96,8 +98,8 @@ class Rule:
 
 
 class Together:
-    """Several memories as one: levels, each of which is written with what those before it leave, and whose answers are
-    summed; or heads, each written with the value, of whose answers the mean is taken."""
+    """Several memories as one: levels, each written with the value minus the answers of those before it, with summed
+    answers; or heads, each written with the value, with averaged answers."""
 
     def __init__(self, members: Sequence[Memory], levels: bool) -> None:
         self.members, self.levels = members, levels
@@ -113,7 +115,7 @@ class Together:
 
 
 def numbers(state: Any, rows: int) -> int:
-    """Floating-point numbers of a row in a tree of tensors; whole numbers, which count tokens, are none."""
+    """Number of floating-point numbers per row in a tree of tensors; integers, which count tokens, are left out."""
     leaves = torch.utils._pytree.tree_leaves(state)
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()) // rows
 
@@ -128,16 +130,16 @@ def changed(config: MemoryConfig, setting: Setting) -> MemoryConfig:
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination of values by path, the first of each first."""
+    """Every combination of the values of each path; the first has the first value of every path."""
     return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
 
 
 def of_rules(
     name: str, parts: Sequence[str], *, levels: bool = True, axes: Mapping[str, Sequence[Any]] | None = None
 ) -> Contender:
-    """A rule of hecate's, or several as levels or heads, each the name of a rule or YAML; paths of axes begin with the
-    place of the member where there are several. Settings that a config refuses are left out. Alone it is a layer, too,
-    without a convolution, whose keys are of a token alone."""
+    """A contender of one rule, or of several as levels or heads, each given by name or YAML. `axes` is the grid of
+    settings; with several rules its paths begin with the number of the rule. Settings that a config refuses are left
+    out. A single rule also has a layer, without a convolution, so that its keys depend on one token only."""
     configs = [_config(part) for part in parts]
     alone, writes = len(configs) == 1, max(config.writes for config in configs)
     if writes > 1 and not alone:
@@ -169,7 +171,7 @@ def of_rules(
 
 
 def _config(text: str) -> MemoryConfig:
-    """The config of a rule's name, of YAML, or of a file of it."""
+    """The config for the name of a rule, YAML, or a YAML file."""
     try:
         if text.endswith((".yaml", ".yml")):
             source: Any = read_yaml(Path(text)).value
@@ -185,11 +187,11 @@ def _layer(config: MemoryConfig, width: int, generator: Generator) -> nn.Module:
 
 
 _SHARES = {1: (1, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02), 2: (1, 0.5, 0.2, 0.05), 3: (1, 0.2)}
-"""Shares of its lr that a rule chooses from, by the number of settings that it chooses."""
+"""Multiples of a rule's lr in its grid, by the number of axes of the grid."""
 
 
 def _axes(configs: Sequence[MemoryConfig]) -> dict[str, list[Any]]:
-    """The grid of rules that nobody has given one: lr, what is retained, and the bandwidth of a random map."""
+    """The default grid of rules: lr, retain, and the bandwidth of a random feature map."""
     axes: dict[str, list[Any]] = {}
     for place, config in enumerate(configs):
         lead = f"{place}." if len(configs) > 1 else ""
@@ -208,7 +210,7 @@ def _axes(configs: Sequence[MemoryConfig]) -> dict[str, list[Any]]:
 
 
 def _function(text: str) -> Contender:
-    """A user's `module:name`: a contender, or a memory."""
+    """The contender for a user's `module:name`, which is a `Contender` or a memory."""
     module, _, name = text.partition(":")
     import_modules([module])
     target: Any = importlib.import_module(module)
@@ -222,8 +224,8 @@ def _function(text: str) -> Contender:
 
 
 def of_callable(name: str, memory: Memory) -> Contender:
-    """A contender of one memory without settings, or, of a class of modules, a layer to train; kept results are those
-    of the same source."""
+    """A contender for a memory without settings, or for a module class, which is a layer to train; stored results are
+    reused if the source code is the same."""
     called: Any = memory
     layer = inspect.isclass(called)
     takes = "width, generator" if layer else "keys, values, state"
@@ -243,8 +245,8 @@ def of_callable(name: str, memory: Memory) -> Contender:
 
 
 def held_by(node: Any, above: tuple[int, ...] = ()) -> Any:
-    """All that a memory carries along beside its file, as JSON has it: attributes, arguments of a partial, what a
-    function closes over, and code, which in a notebook has no file. What none of these tells of is left out."""
+    """The content of an object other than its source file, as JSON: attributes, arguments of a partial, closures, and
+    bytecode, since code in a notebook has no file. Anything else is left out."""
     if node is None or isinstance(node, str | bytes | int | float | complex):
         return repr(node)
     if id(node) in above or inspect.ismodule(node):
@@ -274,8 +276,8 @@ def held_by(node: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def source_of(target: Any) -> str:
-    """Digest of the file that a function or the class of an object stands in; of its name where that has no file."""
-    inner = getattr(target, "func", target)  # of a partial
+    """SHA-256 of the source file of a function, or of an object's class; of its name if there is no file."""
+    inner = getattr(target, "func", target)  # the function of a partial
     code = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
     try:
         text = Path(inspect.getsourcefile(code) or "").read_text(encoding="utf-8")
@@ -285,8 +287,8 @@ def source_of(target: Any) -> str:
 
 
 def contender_of(given: str | Contender | Memory, known: Mapping[str, Callable[[], Contender]]) -> Contender:
-    """A contender by its name; a rule's name, YAML of a config, or a file; several joined by + (levels) or | (heads);
-    a user's `module:name`; or an object. [GYM-NAME-D1]"""
+    """The contender for a name; for the name of a rule, YAML of a config or a YAML file, or several of these joined by
+    + (levels) or | (heads); for a user's `module:name`; or for an object. [GYM-NAME-D1]"""
     if isinstance(given, Contender):
         return given
     if not isinstance(given, str):
@@ -296,7 +298,7 @@ def contender_of(given: str | Contender | Memory, known: Mapping[str, Callable[[
     if given in known:
         return known[given]()
     sign = "|" if "|" in given else "+"
-    a_file = given.endswith((".yaml", ".yml")) and Path(given).is_file()  # whose name may have either sign
+    a_file = given.endswith((".yaml", ".yml")) and Path(given).is_file()  # its name may contain + or |
     parts = [given] if a_file else [part.strip() for part in re.split(rf"[{sign}](?![^{{]*\}})", given)]
     if len(parts) == 1 and not given.startswith("{") and not given.endswith((".yaml", ".yml")):
         if ":" in given:
@@ -318,7 +320,7 @@ _PRINTED = _titans(
 
 
 def ours() -> Iterator[tuple[str, Callable[[], Contender]]]:
-    """The contenders of hecate that run where none is named."""
+    """hecate's own contenders, which run by default."""
 
     def rules(name: str, *parts: str, **how: Any) -> tuple[str, Callable[[], Contender]]:
         return name, partial(of_rules, name, parts or (name,), **how)

@@ -1,4 +1,4 @@
-"""Peers in the same streams: attention, least squares, and published implementations where they are installed."""
+"""Peers on the same streams: attention, least squares, and published implementations, if installed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hecate.phi import RandomFourier
 
 BLOCK = 256
 LOOP = 20_000
-"""Tokens of a row that loops in Python are asked to read at most."""
+"""Longest row, in tokens, for implementations that loop in Python."""
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 Pair = tuple[Tensor, Tensor]
 
 
 class Attention(NamedTuple):
-    """Softmax attention over all earlier tokens, or over the last `window`: y = sum_s softmax_s(beta <q, k_s>) v_s.
+    """Softmax attention over all earlier tokens, or the last `window`: y = sum_s softmax_s(beta <q, k_s>) v_s.
 
-    The state is the cache of keys and values. Without an earlier token the answer is zero.
+    The state is the cache of keys and values. If there is no earlier token the answer is zero.
     """
 
     beta: float
@@ -45,7 +45,7 @@ class Attention(NamedTuple):
         answers = []
         for start in range(0, length, BLOCK):
             asked = keys[:, start : start + BLOCK]
-            # Of a written token only what lies ahead of it is seen; where nothing is written, all of the cache.
+            # A written token sees the tokens before it; if nothing is written, keys see the whole cache.
             ends = torch.full((asked.shape[1],), past)
             ends = ends if values is None else ends + start + torch.arange(asked.shape[1])
             begins = torch.zeros_like(ends) if self.window is None else ends - self.window
@@ -58,7 +58,7 @@ class Attention(NamedTuple):
         return torch.cat(answers, 1), self._trim(cached_keys, cached_values)
 
     def write(self, keys: Tensor, values: Tensor, state: Pair | None) -> Pair:
-        """The cache with the tokens."""
+        """The cache with the tokens appended."""
         return self._trim(*((keys, values) if state is None else _append(state, keys, values)))
 
     def _trim(self, keys: Tensor, values: Tensor) -> Pair:
@@ -74,12 +74,12 @@ def _attention(window: int | None, width: int, generator: Generator) -> nn.Modul
 
 
 class Ridge(NamedTuple):
-    """Best linear map of phi(k), as it stands before every token: recursive least squares with a ridge, exact; phi is
-    the identity, or 128 random Fourier features of bandwidth `sigma`.
+    """The best linear map of phi(k) before every token: exact recursive least squares with a ridge. phi is the
+    identity, or 128 random Fourier features of bandwidth `sigma`.
 
     M_t = argmin_M sum_(s < t) r^(t - 1 - s) |M phi_s - v_s|^2 + r^t ridge |M|^2, r = `retain`, in float64. A block of
-    tokens is a Gaussian process on the map that it starts from: with L L^T = diag(r^-s) + Phi P Phi^T, P the inverse at
-    the start, the answers are those of the leading blocks of L, which token t shares with all later ones.
+    tokens is computed as Gaussian process regression around the map at its start: with the Cholesky factor L L^T =
+    diag(r^-s) + Phi P Phi^T, P the inverse Gram matrix at the start, token t needs the leading block of L only.
     """
 
     ridge: float
@@ -121,8 +121,9 @@ class Ridge(NamedTuple):
 
 
 class GatedDelta(NamedTuple):
-    """A published kernel of the gated delta rule: `(q, k, v, g, beta, initial_state) -> (y, state)`, reading after the
-    write, of q / sqrt(D). A token ahead that writes nothing and forgets nothing turns that into reading before."""
+    """A published kernel of the gated delta rule, `(q, k, v, g, beta, initial_state) -> (y, state)`, which reads after
+    the write, with q / sqrt(D). Keys and values are shifted by a token that neither writes nor forgets, so that it
+    reads before the write."""
 
     kernel: Kernel
     lr: float
@@ -147,10 +148,10 @@ class GatedDelta(NamedTuple):
 
 
 class TitansPytorch:
-    """titans-pytorch's `NeuralMemory` with everything beside Titans' equations switched off: an MLP of two layers under
-    1/2 |M(k) - v|^2, gates constant, gradients at the weights where a block of 64 tokens starts.
+    """titans-pytorch's `NeuralMemory`, reduced to Titans' equations: an MLP of two layers with loss 1/2 |M(k) - v|^2,
+    constant gates, and gradients at the weights at the start of each block of 64 tokens.
 
-    State: weights at the block's start, weights now, momentum, and the tokens of the block so far.
+    State: weights at the block's start, current weights, momentum, and number of tokens of the block so far.
     """
 
     def __init__(self, lr: float, momentum: float, seed: int) -> None:
@@ -190,7 +191,7 @@ class TitansPytorch:
 
 
 def _neural_memory(width: int, lr: float, momentum: float) -> Any:
-    with warnings.catch_warnings(), torch.random.fork_rng():  # its own weights are drawn, and replaced
+    with warnings.catch_warnings(), torch.random.fork_rng():  # it draws weights, which are replaced
         warnings.simplefilter("ignore")
         from titans_pytorch import MemoryMLP, NeuralMemory
 
@@ -214,7 +215,7 @@ def _neural_memory(width: int, lr: float, momentum: float) -> Any:
 
 
 def _package(name: str, extra: str) -> dict[str, Any]:
-    """Facts of a contender that needs a package, or why it cannot run here."""
+    """Arguments of a contender that needs a package: its facts, or the reason why it cannot run here."""
     try:
         return {"facts": {"package": name, "version": importlib.metadata.version(name)}}
     except importlib.metadata.PackageNotFoundError:
@@ -223,7 +224,7 @@ def _package(name: str, extra: str) -> dict[str, Any]:
 
 @cache
 def _fla() -> Kernel:
-    """fla-core's plain torch reference, by its file: its package would import triton."""
+    """fla-core's plain torch reference, imported from its file: importing the package would import triton."""
     path = importlib.metadata.distribution("fla-core").locate_file("fla/ops/gated_delta_rule/naive.py")
     spec = importlib.util.spec_from_file_location("fla_gated_delta_rule_naive", str(path))
     module: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -234,10 +235,10 @@ def _fla() -> Kernel:
 
 @cache
 def _qwen3_next() -> Kernel:
-    """The gated delta rule that Qwen3-Next's layers of transformers run without a GPU, in chunks of 64."""
+    """The gated delta rule of transformers' Qwen3-Next layers on a CPU, in chunks of 64."""
     module: Any = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     outer = module.torch_chunk_gated_delta_rule
-    kernel: Kernel = getattr(outer, "__wrapped__", outer)  # the wrapper takes a GPU's kernels where a package has some
+    kernel: Kernel = getattr(outer, "__wrapped__", outer)  # the wrapper would use a package's GPU kernels
     return kernel
 
 
@@ -245,7 +246,7 @@ def _peer(
     name: str, build: Callable[..., Memory], axes: Mapping[str, Sequence[Any]], seeded: bool = False,
     longest: int | None = None, **facts: Any,
 ) -> tuple[str, Callable[[], Contender]]:  # fmt: skip
-    """A contender whose memory takes its settings by name, and the seed where it draws."""
+    """A contender whose memory takes its settings by name, and the seed if `seeded`."""
 
     def built(setting: Setting, seed: int) -> Memory:
         return build(**setting, **({"seed": seed} if seeded else {}))
@@ -254,7 +255,7 @@ def _peer(
 
 
 def contenders() -> dict[str, Callable[[], Contender]]:
-    """Every contender that runs where none is named, by name."""
+    """All contenders that run by default, by name."""
     betas = {"beta": (16.0, 1.0, 2.0, 4.0, 8.0, 32.0, 64.0, 128.0)}
     retains, rates = (1.0, 0.995, 0.98, 0.9), {"lr": (1.0, 0.4, 0.1, 0.03), "retain": (0.99, 1.0)}
     features = {"ridge": (1e-3, 0.3), "retain": (1.0, 0.98), "sigma": (0.4, 1.6)}

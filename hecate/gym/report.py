@@ -1,4 +1,4 @@
-"""Output of the gym: one table, gym.csv, gym.json and a figure with a panel a task."""
+"""Output of the gym: one table, gym.csv, gym.json and a figure with a panel per task."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hecate.train.report import Table, csv_text
 from hecate.train.run import versions
 
 LEAST, MOST = 3e-4, 4.0
-"""Errors that the figure shows; what lies outside stands at its edge."""
+"""Range of errors in the figure; errors outside are drawn at its edge."""
 
 
 def table(results: Sequence[Result]) -> Table:
-    """A row for each task and contender, the best first and flagged ones last."""
+    """Table with a row for each task and contender, the best first and flagged ones last."""
     header = ("task", "contender", "score", "chance", "verdict", "p", "as named", "setting", "state", "seconds")
     return header, [_row(result) for result in _rank(results)]
 
@@ -63,7 +63,7 @@ def _setting_text(result: Result) -> str:
 
 
 def facts(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """A row for each task and contender, in numbers; None where there is none."""
+    """Records of numbers for each task and contender; None for missing numbers."""
     rows = []
     for one in results:
         pair = one.pair
@@ -80,7 +80,7 @@ def facts(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def write(results: Sequence[Result], out: Path) -> list[Path]:
-    """Writes gym.json, gym.csv, and gym.png and gym.svg where matplotlib is installed; their paths. [GYM-RUN-D1]"""
+    """Writes gym.json, gym.csv and, if matplotlib is installed, gym.png and gym.svg; returns the paths. [GYM-RUN-D1]"""
     rows, asked = facts(results), {result.task.kind: result.task for result in results}
     entries = {name: {**task.model_dump(mode="json"), "known": task.known()} for name, task in asked.items()}
     whole = {"tasks": entries, "results": rows, "versions": versions()}
@@ -92,7 +92,7 @@ def write(results: Sequence[Result], out: Path) -> list[Path]:
 
 
 def _images(results: Sequence[Result]) -> dict[str, bytes]:
-    """A panel for each task, contenders from top to bottom; flagged ones are grey crosses."""
+    """The figure: a panel for each task, contenders from top to bottom; flagged ones are grey crosses."""
     kinds = list(dict.fromkeys(one.task.kind for one in results))
     names = list(dict.fromkeys(one.contender for one in results))
     columns = min(3, len(kinds))
@@ -134,7 +134,8 @@ def _panel(axes: Any, results: Sequence[Result], names: Sequence[str]) -> None:
 
 
 def listing(known: Sequence[Contender]) -> list[Table]:
-    """Tasks with their chance and known levels; contenders with their number of settings, or what they lack."""
+    """Tables of all tasks, with chance and known scores, and of contenders, with their number of settings and anything
+    that is missing here."""
     shown = [(kind, task.model_validate({})) for kind, task in tasks().items()]
     asked = [
         [

@@ -1,4 +1,5 @@
-"""The gym in its folder: settings chosen on another seed, every cell kept, cheats and the dead told as such."""
+"""Running the gym in a folder: settings are chosen on another seed, every cell is stored, and contenders that cheat,
+diverge or are no better than chance are flagged."""
 
 from __future__ import annotations
 
@@ -40,15 +41,15 @@ from hecate.variant import read_json
 
 RECORDS = "cells.json"
 PIECE, CHECKED = 16_384, 48
-"""Tokens of a call; tokens of a stream on which a contender's answers are checked one by one."""
+"""Largest number of tokens per call; number of tokens of a stream on which answers are checked one by one."""
 ROUNDING = 1e-3
-"""Difference of two answers, as a share of the largest, that rounding may make in `CHECKED` tokens."""
+"""Largest difference between two answers, relative to the largest answer, that counts as rounding."""
 Say = Callable[[str], None]
 
 
 class Cell(NamedTuple):
-    """Outcome of a contender with a setting on a seed of a task: scores of rows (none where it diverged), scores of
-    parts, numbers of a row's state at the end, seconds."""
+    """Outcome of a contender with one setting on one seed of a task: scores of rows (empty if it diverged), scores of
+    parts, number of numbers in a row's final state, seconds."""
 
     rows: list[float]
     parts: dict[str, float]
@@ -57,7 +58,7 @@ class Cell(NamedTuple):
 
     @property
     def score(self) -> float:
-        """Mean over rows; NaN where it diverged."""
+        """Mean over rows; NaN if it diverged."""
         return statistics.fmean(self.rows) if self.rows else math.nan
 
 
@@ -66,15 +67,15 @@ _NOTHING = Interval(math.nan, math.nan)
 
 @dataclass(frozen=True)
 class Result:
-    """A contender in a task.
+    """Result of a contender in a task.
 
     Fields:
-        verdict: beside the reference: better, worse, cannot tell, reference; or what it is flagged for.
-        reason: why, of a flag; empty else.
-        scores: one a seed, NaN where it diverged; empty where it was not run.
-        spread: mean and 95 % interval, by the deviation pooled over the contenders that are alive.
-        setting: the one that was chosen, of `settings` that it had; default: the score of the first on the tuning seed.
-        pair: the score less that of the reference, with p by Dunnett; None of the flagged.
+        verdict: compared with the reference: better, worse, cannot tell, reference; or the flag.
+        reason: reason of a flag; else empty.
+        scores: one for each seed, NaN if it diverged; empty if it was not run.
+        spread: mean and 95 % interval, by the deviation pooled over the contenders without a flag.
+        setting: the chosen setting, of `settings` in number; default: score of the first one on the tuning seed.
+        pair: difference to the reference's score, with p by Dunnett's method; None for flagged contenders.
     """
 
     task: GymTask
@@ -95,7 +96,7 @@ class Result:
 
 @dataclass
 class _Store:
-    """Cells of a folder by digest; without a folder they are kept for the call."""
+    """Store of cells by digest, in a folder, or without one in memory."""
 
     folder: Path | None
     cells: dict[str, Any] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class _Store:
             raise CheckpointError(f"{path} cannot be read: {error}; delete it, and its cells are run anew") from None
 
     def get(self, make: Callable[[], Any], *what: Any) -> Any:
-        """The cell that is kept under these facts, or made now."""
+        """The cell stored under these facts, or a new one."""
         digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
         if digest not in self.cells:
             self.cells[digest] = make()
@@ -119,7 +120,7 @@ class _Store:
         return self.cells[digest]
 
     def save(self) -> None:
-        """Writes the cells, where any is new."""
+        """Writes the cells if any is new."""
         if self.folder is not None and self.fresh:
             with refusing(f"write {self.folder / RECORDS}", then="call the same line again"):
                 write_file(self.folder / RECORDS, json.dumps(self.cells, indent=0) + "\n")
@@ -127,13 +128,13 @@ class _Store:
 
 
 def scored(memory: Memory, stream: Stream, name: str) -> tuple[dict[str, Tensor], int]:
-    """Scores of rows by part of a memory in a stream, and numbers of its state."""
+    """Scores of a memory's rows in a stream, by part, and the number of numbers in its state per row."""
     answers, state = answered(memory, stream, name)
     return {part: stream.scores(answers, part) for part in stream.parts}, numbers(state, len(stream.keys))
 
 
 def answered(memory: Memory, stream: Stream, name: str) -> tuple[Tensor, Any]:
-    """Answers of a memory in a stream and its state at the end: predicted, then written, by pieces."""
+    """Answers of a memory in a stream, each before its token is written, and its final state; computed in pieces."""
     asked = torch.stack(list(stream.parts.values())).any(0)
     answers, state = torch.zeros_like(stream.values), None
     for span in _spans(stream.written, asked):
@@ -147,7 +148,7 @@ def answered(memory: Memory, stream: Stream, name: str) -> tuple[Tensor, Any]:
 
 
 def _spans(*masks: Tensor) -> Iterator[slice]:
-    """Pieces in which every mask is constant."""
+    """Pieces, of at most `PIECE` tokens, in which every mask is constant."""
     marks, length = torch.stack(masks), masks[0].shape[0]
     borders = ((marks[:, 1:] != marks[:, :-1]).any(0).nonzero().flatten() + 1).tolist()
     for start, end in zip([0, *borders], [*borders, length], strict=True):
@@ -158,7 +159,8 @@ def _spans(*masks: Tensor) -> Iterator[slice]:
 def _ask(
     memory: Memory, keys: Tensor, values: Tensor | None, state: Any, like: Tensor, name: str, start: int = 0
 ) -> tuple[Tensor, Any]:
-    """Answers, of the shape of `like`, and the state. Copies go in, for other contenders read the same stream."""
+    """Answers, of the shape of `like`, and the state. The memory gets copies, as other contenders read the same
+    stream."""
     output: Any = memory(keys.clone(), None if values is None else values.clone(), state)
     if not isinstance(output, tuple) or len(output) != 2:
         raise ConfigError(f"contender {shorten(name)} must return (answers, state), got {described(output)}")
@@ -178,15 +180,15 @@ def _ask(
 
 
 def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
-    """Reason why answers of a call are not those of a memory that is asked token by token, ahead of each write; empty
-    where they are: what comes later, and the right answer, are not there to be seen then. [GYM-FLAG-D1]"""
+    """Reason why a memory's answers in one call differ from those of calls token by token, asked before each write, in
+    which it cannot see later tokens or the right answer; empty if they agree. [GYM-FLAG-D1]"""
     whole, state = _ask(memory, keys, values, None, values, name)
     once, asked = _ask(memory, keys, None, state, values, name)
     twice = _ask(memory, keys, None, asked, values, name)[0]
     carried, single = None, []
     for token in range(keys.shape[1]):
         one = slice(token, token + 1)
-        # Ahead of the first write no memory knows the width of values: it is asked beside a value of the other sign.
+        # Before the first write no memory knows the width of values, so it gets the value with the opposite sign.
         now, said = keys[:, one], values[:, one]
         answer, asked = _ask(memory, now, None if token else -said, carried, said, name, token)
         single.append(answer)
@@ -207,8 +209,8 @@ def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
 
 
 def unfolded(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
-    """Reason why answers of a call, in a stream where nothing is written, are not those of one call a token, the state
-    handed on; empty where they are. [GYM-FLAG-D1]"""
+    """Reason why answers in one call, in a stream where nothing is written, differ from those of a call per token with
+    the state passed on; empty if they agree. [GYM-FLAG-D1]"""
     whole, single, state = _ask(memory, keys, None, None, values, name)[0], [], None
     for token in range(keys.shape[1]):
         answer, state = _ask(memory, keys[:, token, None], None, state, values[:, token, None], name, token)
@@ -218,11 +220,10 @@ def unfolded(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
 
 
 def foreseen(memory: Memory, stream: Stream, name: str) -> str:
-    """Reason why answers in a whole stream are not those of a memory that knows nothing of what comes; empty where they
-    are.
+    """Reason why answers in a whole stream depend on later tokens; empty if they do not.
 
-    From two thirds of the longest piece that is scored, and written where anything is, another stream follows: all rows
-    are as they were up to there, in calls as long as those that are scored. [GYM-FLAG-D1]
+    The stream is changed from two thirds of its longest scored piece on (one that is written, if any is): answers
+    before that must stay the same, in calls as long as the scored ones. [GYM-FLAG-D1]
     """
     asked = torch.stack(list(stream.parts.values())).any(0)
     taken = asked & stream.written if stream.written.any() else asked
@@ -236,7 +237,7 @@ def foreseen(memory: Memory, stream: Stream, name: str) -> str:
     before, _ = answered(memory, stream, name)
     try:
         after, _ = answered(memory, stream._replace(keys=keys, values=values), name)
-    except NonFiniteError:  # of what is another
+    except NonFiniteError:  # it diverges on the changed stream
         return ""
     largest = max(float(item.abs().max()) for item in (before, after))
     what = "answers depend on later tokens or on the right answer"
@@ -262,16 +263,16 @@ def run(
     quick: bool = False,
     say: Say = lambda text: None,
 ) -> list[Result]:
-    """Every contender in every task. [GYM-RUN-D1]
+    """Runs every contender in every task. [GYM-RUN-D1]
 
     Args:
-        given: contenders by name, as `hecate gym --list` has them, or as objects; all that ship if empty.
+        given: contenders by name, as in `hecate gym --list`, or as objects; all default ones if empty.
         wanted: tasks by name, or as objects; all if empty.
-        seeds: how many are reported, 0 and on; settings are chosen on another one.
-        out: a folder, where finished cells are kept and the same call goes on.
+        seeds: number of reported seeds, from 0; settings are chosen on another one.
+        out: folder in which finished cells are stored, so that the same call continues.
         reference: the contender that others are compared with; gated_delta, or the first.
-        quick: small tasks, two seeds at most and two settings: a look, no measurement.
-        say: is told of every contender that is done.
+        quick: small tasks, at most two seeds, and two settings, for a first look.
+        say: function that gets a line for every finished contender.
 
     Raises:
         ConfigError: an unknown task or contender, no seeds, answers of a wrong shape or that are not finite.
@@ -285,7 +286,7 @@ def run(
     chosen = [task.quick() for task in chosen] if quick else chosen
     known = contenders()
     fighters = [contender_of(name, known) for name in given or known]
-    if quick and not given:  # importing them alone takes as long as all others
+    if quick and not given:  # importing them takes as long as running all others
         fighters = [fighter for fighter in fighters if "package" not in fighter.facts]
     names = [fighter.name for fighter in fighters]
     for name in names:
@@ -302,13 +303,13 @@ def run(
         for task in chosen:
             stream = lru_cache(len(reported) + 1)(task.stream)
             rows = []
-            # Who cannot enter is told so where it was named.
+            # A contender that cannot enter is only listed if it was named.
             for fighter in (one for one in fighters if given or one.name == base or not task.refuses(one)):
                 try:
                     rows.append(_enter(store, task, fighter, stream, reported, tuning, quick))
                 except HecateError:
                     raise
-                except Exception as error:  # another version of a package may be called otherwise
+                except Exception as error:  # another version of a package may have another interface
                     why = f"fails with {type(error).__name__}: {shorten(str(error))}"
                     if "package" not in fighter.facts:
                         error.add_note(f"contender {shorten(fighter.name)} in task {shorten(task.kind)}")
@@ -338,7 +339,8 @@ def _enter(
     store: _Store, task: GymTask, fighter: Contender, stream: Callable[[int], Stream], seeds: Sequence[int],
     tuning: int, quick: bool,
 ) -> Result:  # fmt: skip
-    """A contender in a task: its setting chosen, its answers checked, its scores; judged as far as it is alone."""
+    """The result of a contender in a task: chooses its setting, checks its answers, computes its scores; with verdicts
+    that need no other contender."""
     length = stream(tuning).keys.shape[1] if fighter.longest is not None else 0
     short = fighter.longest is not None and length > fighter.longest
     why = fighter.missing or task.refuses(fighter) or (f"it reads {fighter.longest:,} tokens at most" if short else "")
@@ -380,7 +382,7 @@ def _enter(
 
 
 def _alone(task: GymTask, rows: Sequence[float], scores: Sequence[float], streams: Sequence[Stream]) -> tuple[str, str]:
-    """Verdict on scores that need no other contender, and why; empty where they are those of a living memory."""
+    """Flag for scores that needs no other contender, and its reason; empty if there is none."""
     lost = sum(map(math.isnan, scores))
     if lost:
         return "diverged", f"on {lost} of {len(scores)} seeds"
@@ -405,14 +407,15 @@ def _cell(task: GymTask, fighter: Contender, setting: Setting, stream: Stream, s
 
 
 def _least(stream: Stream) -> float:
-    """The floor less what luck may give: answers that know nothing of the noise gain at most z^2 of the n noisy
-    coordinates' energy, a share z^2 / n, z standard normal; z = 5. [GYM-FLAG-D1]"""
+    """The floor minus what luck may gain: answers that are independent of the noise gain at most z^2 of the energy of n
+    noisy coordinates, a share z^2 / n, with z standard normal; z = 5. [GYM-FLAG-D1]"""
     scored = int(next(iter(stream.parts.values())).sum()) * stream.values.shape[0] * stream.values.shape[2]
     return stream.floor * (1 - 25 / scored)
 
 
 def _judge(rows: Sequence[Result], base: str) -> list[Result]:
-    """Verdicts beside the reference: the deviation is pooled over it and those that are alive. [GYM-RUN-D1]"""
+    """Adds verdicts relative to the reference; the deviation is pooled over it and all contenders without a flag.
+    [GYM-RUN-D1]"""
     sign = 1 if rows[0].task.metric == "error" else -1
     control = next(row for row in rows if row.contender == base)
     usable = control.verdict in ("", "no better than chance")

@@ -1,5 +1,5 @@
-"""Tasks of the gym: streams of keys and values, a row a function of (seed, index) alone, and the levels that are known
-without a memory."""
+"""Tasks of the gym: streams of keys and values, whose rows only depend on (seed, index), and scores that are known by
+formulas."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Length = Annotated[Size, Field(le=1 << 20, description="Tokens of a row.")]
 
 
 class Stream(NamedTuple):
-    """Tokens of B rows: each is asked for the value of its key, then written, if it is written at all.
+    """Tokens of B rows: for each token the memory is asked for the value of its key, then the pair may be written.
 
     Fields:
-        keys, values: `[B, T, D]` and `[B, T, V]`; the value is what is written, and the right answer.
-        written: `[T]` bool; where False the key is asked and nothing is written.
-        parts: `[T]` bool by name, the answers that are scored; the first is the score, others are told beside it.
-        candidates: `[B, N, V]`, of which the value nearest to an answer is taken; None where its error is measured.
-        floor: the relative error that no memory can be below; 0 where it could know everything.
+        keys, values: `[B, T, D]` and `[B, T, V]`; the value is written, and is the right answer.
+        written: bool `[T]`; where False the key is asked and nothing is written.
+        parts: masks of scored answers, bool `[T]`, by name; the first is the score, others are reported beside it.
+        candidates: `[B, N, V]`; the one nearest to an answer is its choice. None if the error is measured.
+        floor: the smallest relative error that is possible; 0 without noise.
     """
 
     keys: Tensor
@@ -44,8 +44,8 @@ class Stream(NamedTuple):
     floor: float = 0.0
 
     def scores(self, answers: Tensor, part: str) -> Tensor:
-        """Of each row in a part the sum of |answer - value|^2 over that of |value|^2, or the share of answers whose
-        nearest candidate is the value: `[B]`. [GYM-SCORE-D1]"""
+        """Score `[B]` of each row in a part: the sum of |answer - value|^2 over that of |value|^2, or the share of
+        answers whose nearest candidate is the value. [GYM-SCORE-D1]"""
         chosen = self.parts[part]
         scored, right = answers[:, chosen].double(), self.values[:, chosen].double()
         if self.candidates is None:
@@ -59,7 +59,7 @@ class Stream(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of a stream: keys `[T, D]`, values `[T, V]`, candidates `[N, V]`, and what of the values is noise."""
+    """One row of a stream: keys `[T, D]`, values `[T, V]`, candidates `[N, V]`, and the noise in the values."""
 
     keys: Array
     values: Array
@@ -85,32 +85,32 @@ class GymTask(Variant, family="gym_task"):
         raise NotImplementedError(f"{type(self).__name__} does not define layout")
 
     def chance(self) -> float:
-        """The score without a memory: answering zero has a relative error of 1, exactly. [GYM-SCORE-D1]"""
+        """The score without a memory: answering zero has a relative error of exactly 1. [GYM-SCORE-D1]"""
         return 1.0
 
     def known(self) -> dict[str, float]:
-        """Scores that are known by a formula, by name, beside that of chance."""
+        """Scores that are known by a formula, by name, besides that of chance."""
         return {}
 
     def quick(self) -> Self:
-        """The same task, small: for a look."""
+        """A small version of the task, for a first look."""
         return self.model_copy(update={"rows": 2})
 
     def refuses(self, contender: Contender) -> str:
-        """Reason why the contender cannot enter; empty where it can."""
+        """Reason why the contender cannot enter; empty if it can."""
         return "" if contender.build else "it has no memory that runs untrained, one pair a token"
 
     def settings(self, contender: Contender) -> Sequence[Setting]:
-        """Settings that the contender chooses from on another seed, the default first."""
+        """Settings of the contender, of which one is chosen on another seed; the default is first."""
         return contender.settings
 
     def memory(self, contender: Contender, setting: Setting, seed: int) -> Memory:
-        """The contender as it answers in this task."""
+        """The contender's memory for this task."""
         build: Any = contender.build
         return cast(Memory, build(setting, seed))
 
     def stream(self, seed: int) -> Stream:
-        """The rows of a seed. [GYM-ROW-D1]"""
+        """The stream with the rows of a seed. [GYM-ROW-D1]"""
         name = int.from_bytes(hashlib.sha256(self.kind.encode()).digest()[:4])
 
         def drawn(index: int) -> Row:
@@ -136,7 +136,7 @@ class GymTask(Variant, family="gym_task"):
         )  # fmt: skip
 
     def _check(self, rows: Sequence[Row], written: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Refuses rows and a layout that are not those of one stream."""
+        """Refuses rows of different shapes, and a layout that does not fit them."""
         length, who = len(rows[0].keys), f"task {self.kind!r}:"
         for row in rows:
             wanted = rows[0].keys.shape, (length, rows[0].values.shape[-1])
@@ -163,12 +163,12 @@ def _units(rng: np.random.Generator, *shape: int) -> Array:
 
 
 def _orthonormal(rng: np.random.Generator, width: int, count: int) -> Array:
-    """`[count, width]`, of which the span is uniform."""
+    """Orthonormal rows `[count, width]` with a uniformly distributed span."""
     return np.asarray(np.linalg.qr(rng.standard_normal((width, count)))[0].T)
 
 
 def _scale_to(values: Array, share: float = 1.0) -> Array:
-    """Values whose mean square length is `share`."""
+    """Values scaled to a mean squared length of `share`."""
     return np.asarray(values * math.sqrt(share / (values**2).sum(-1).mean()))
 
 
@@ -179,7 +179,7 @@ def _span(length: int, start: int, end: int) -> Tensor:
 
 
 class _Predicted(GymTask):
-    """Helper for streams that are predicted from end to end: one map from keys to values, or several."""
+    """Helper for streams in which every token is predicted and written: one map from keys to values, or several."""
 
     length: Annotated[Length, Field(ge=64)] = 8192
 
@@ -193,7 +193,7 @@ class _Predicted(GymTask):
 
 
 def _mean_error(width: int, start: int, end: int) -> float:
-    """Mean of (1 - 1/D)^t over tokens: what the delta rule with lr 1 has left of an error in random directions."""
+    """Mean of (1 - 1/D)^t over tokens: the share of an error that the delta rule with lr 1 leaves, for random keys."""
     rate = 1 - 1 / width
     return (rate**start - rate**end) * width / (end - start)
 
@@ -201,8 +201,9 @@ def _mean_error(width: int, start: int, end: int) -> float:
 class LinearMap(_Predicted):
     r"""linear: v = A k, A a matrix of N(0, 1) for each row, k uniform on the unit sphere; scored from token D to 4 D.
 
-    How fast a memory learns: recursive least squares knows A after D tokens, and the delta rule with lr 1 has a mean
-    error of exactly (1 - 1/D)^t after t of them (Strohmer and Vershynin, 2009, with equality for isotropic keys).
+    It measures how fast a memory learns: recursive least squares knows A after D tokens, and the delta rule with lr 1
+    has a mean error of exactly (1 - 1/D)^t after t tokens (Strohmer and Vershynin, 2009, with equality for isotropic
+    keys).
 
     Formula: $v_t = A k_t, \quad A_{ij} \sim N(0, 1)$
 
@@ -228,7 +229,7 @@ class LinearMap(_Predicted):
         return torch.ones(self.length, dtype=torch.bool), {"D to 4 D": _span(self.length, start, end)}
 
     def known(self) -> dict[str, float]:
-        """The delta rule with lr 1, and least squares."""
+        """Errors of the delta rule with lr 1, and of least squares."""
         end = min(4 * self.width, self.length)
         return {"delta rule, lr 1": _mean_error(self.width, self.width, end), "least squares": 0.0}
 
@@ -236,8 +237,8 @@ class LinearMap(_Predicted):
 class NoisyMap(_Predicted):
     r"""noisy: v = A k + e, e of N(0, s^2) with a share `noise` of |v|^2; the error is that of the noisy value.
 
-    No memory is below the share of noise, which the stream knows to the last digit; the delta rule with a constant lr
-    is at noise (1 + lr / (2 - lr)) in the end, its error standing where contraction and noise balance.
+    No memory can have an error below the share of noise, which is known exactly for each stream. The error of the delta
+    rule with a constant lr converges to noise (1 + lr / (2 - lr)), where contraction and noise balance.
 
     Formula: $v_t = A k_t + e_t, \quad e_t \sim N(0, s^2 I)$
 
@@ -256,16 +257,16 @@ class NoisyMap(_Predicted):
         return Row(keys, clean + noise, noise=noise)
 
     def known(self) -> dict[str, float]:
-        """The least error, and that of the delta rule with lr 1."""
+        """The smallest possible error, and the limit of the delta rule with lr 1."""
         return {"floor": self.noise, "delta rule, lr 1": 2 * self.noise}
 
 
 class Outliers(_Predicted):
-    r"""outliers: v = A k, but that of every tenth token is wrong, `times` as long and in a random direction; scored on
-    the right ones.
+    r"""outliers: v = A k, but every tenth value is wrong, `times` as long and in a random direction; scored on the
+    right ones.
 
-    A squared error lets a wrong value move a memory as far as it is off; a bias whose step is bounded does not. The
-    delta rule with lr 1 has an error of (1 + times^2) (1 - a^9) / (9 (1 - a^10)) in the end, a = 1 - 1/D.
+    With a squared error a wrong value moves a memory in proportion to its error; with a bias of bounded gradient it
+    does not. The error of the delta rule with lr 1 converges to (1 + times^2) (1 - a^9) / (9 (1 - a^10)), a = 1 - 1/D.
 
     Formula: $v_t = A k_t, \quad v_{10 i + 9} = s n_i, \quad |n_i| = 1$
 
@@ -289,13 +290,13 @@ class Outliers(_Predicted):
         return written, {f"right ones of the {name}": part & right for name, part in parts.items()}
 
     def known(self) -> dict[str, float]:
-        """The delta rule with lr 1."""
+        """The limit of the delta rule with lr 1."""
         rate = 1 - 1 / self.width
         return {"delta rule, lr 1": (1 + self.times**2) * (1 - rate**9) / (9 * (1 - rate**10))}
 
 
 class _Teacher(_Predicted):
-    """Helper for values V f(W k), W two orthonormal directions times `scale`."""
+    """Helper for values V f(W k), with W two orthonormal directions times `scale`."""
 
     rows: Rows = 4
 
@@ -307,7 +308,7 @@ class _Teacher(_Predicted):
         return _scale_to(features @ rng.standard_normal((2, self.width)), share)
 
     def bent(self, projections: Array) -> Array:
-        """f."""
+        """f of the projections W k `[T, 2]`."""
         return np.tanh(projections)
 
     def row(self, rng: np.random.Generator) -> Row:
@@ -315,8 +316,8 @@ class _Teacher(_Predicted):
         return Row(keys, self.taught(rng, keys))
 
     def known(self) -> dict[str, float]:
-        """The best linear map, which sees each direction by itself: 1 - E[u f]^2 / (E[u^2] E[f^2]), u / scale a
-        coordinate of the unit sphere, of density (1 - u^2)^((D - 3) / 2)."""
+        """Error of the best linear map, which treats each direction separately: 1 - E[u f]^2 / (E[u^2] E[f^2]), with
+        u / scale a coordinate of the unit sphere, of density (1 - u^2)^((D - 3) / 2)."""
         at, weight = np.polynomial.legendre.leggauss(400)
         weight = weight * (1 - at**2) ** ((self.width - 3) / 2)
         bent = self.bent(self.scale * at[:, None])[:, 0]
@@ -328,7 +329,7 @@ class _Teacher(_Predicted):
 class OddTeacher(_Teacher):
     r"""odd: v = V tanh(s W k), W two orthonormal directions of the key, V of N(0, 1), scaled to a mean |v|^2 of 1.
 
-    A memory has to find two directions among D to do better than the best linear map, whose error is an integral.
+    To do better than the best linear map, whose error is an integral, a memory has to find two directions among D.
 
     Formula: $v_t = V \tanh(s W k_t), \quad W W^\top = I$
 
@@ -340,7 +341,7 @@ class OddTeacher(_Teacher):
 
 
 class EvenTeacher(_Teacher):
-    r"""even: v = V (|s W k| - E|s W k|), as `odd` but of an even function: no linear map does better than zero.
+    r"""even: v = V (|s W k| - E|s W k|), as `odd` with an even function: no linear map does better than zero.
 
     Formula: $v_t = V (\vert s W k_t \vert - E \vert s W k_t \vert)$
 
@@ -356,9 +357,9 @@ class EvenTeacher(_Teacher):
 
 
 class Recall(GymTask):
-    r"""recall: `pairs` random unit keys and values, each written once, then all asked; the nearest value is taken.
+    r"""recall: `pairs` random unit keys and values, each written once, then all asked; the nearest value counts.
 
-    With more pairs than a key is wide no linear memory of the key itself can hold all of them.
+    With more pairs than the width of keys, no linear memory of the keys themselves can hold all of them.
 
     Formula: $\frac{1}{S} \sum_i [\arg\min_j \Vert M(k_i) - v_j \Vert = i]$
 
@@ -379,14 +380,14 @@ class Recall(GymTask):
         return ~asked, {"all pairs": asked}
 
     def chance(self) -> float:
-        """One of the values."""
+        """Accuracy of guessing one of the values."""
         return 1 / self.pairs
 
 
 class Overwrite(GymTask):
     r"""overwrite: `keys` unit keys, each written `times` times in random order with new values; the latest counts.
 
-    The nearest of all values is taken. A sum of everything written has one chance in `times`.
+    The nearest of all values counts. A sum of everything written is right with probability 1/`times`.
 
     Formula: $\frac{1}{S} \sum_i [\arg\min_j \Vert M(k_i) - v_j \Vert = \mathrm{last}(i)]$
 
@@ -413,19 +414,19 @@ class Overwrite(GymTask):
         return ~asked, {"all keys": asked}
 
     def chance(self) -> float:
-        """One of all values."""
+        """Accuracy of guessing one of all values."""
         return 1 / (self.keys * self.times)
 
     def known(self) -> dict[str, float]:
-        """Any value of the right key."""
+        """Accuracy of guessing a value of the right key."""
         return {"any value of the key": 1 / self.times}
 
 
 class TwoPaces(_Teacher):
-    r"""two_paces: a teacher V tanh(s W k) that stays, with a share `1 - fast` of |v|^2, and a matrix U k drawn anew
-    every `period` tokens, with the rest.
+    r"""two_paces: a fixed teacher V tanh(s W k), with a share `1 - fast` of |v|^2, plus U k, with U drawn anew every
+    `period` tokens.
 
-    Who knows the teacher alone has an error of `fast`.
+    A memory that only knows the teacher has an error of `fast`.
 
     Formula: $v_t = V \tanh(s W k_t) + U_{\lfloor t / \mathrm{period} \rfloor} k_t$
 
@@ -445,7 +446,7 @@ class TwoPaces(_Teacher):
         return Row(keys, slow + _scale_to(np.einsum("td,tdv->tv", keys, maps), self.fast))
 
     def known(self) -> dict[str, float]:
-        """The teacher known, the matrix unknown."""
+        """Error with the teacher known and the matrix unknown."""
         return {"the teacher alone": self.fast}
 
 
@@ -453,7 +454,7 @@ class Return(GymTask):
     r"""return: a matrix A for `phase` tokens, another, B, for as many, then A again; scored on the first `scored`
     tokens of its return.
 
-    Who holds B alone starts at an error of 2, who starts anew at 1; the delta rule with lr 1 is at 2 (1 - 1/D)^t.
+    A memory that holds B starts at an error of 2, an empty one at 1; the delta rule with lr 1 has 2 (1 - 1/D)^t.
 
     Formula: $v_t = A k_t, \quad v_t = B k_t, \quad v_t = A k_t$
 
@@ -476,16 +477,16 @@ class Return(GymTask):
         return torch.ones(total, dtype=torch.bool), {"the return": _span(total, 2 * self.phase, total)}
 
     def known(self) -> dict[str, float]:
-        """The delta rule with lr 1 from what it holds, and from nothing."""
+        """Errors of the delta rule with lr 1, starting from B and starting empty."""
         anew = _mean_error(self.width, 0, self.scored)
         return {"delta rule, lr 1": 2 * anew, "delta rule, lr 1, started anew": anew}
 
 
 class Facts(GymTask):
-    r"""facts: D/2 facts told once, then noise; at each of `distances` tokens later every fact is asked.
+    r"""facts: D/2 facts written once, then noise; after each number of tokens in `distances`, every fact is asked.
 
-    Keys of facts and of noise lie in two halves of the space, but for an `overlap`: the part of a noise key that lies
-    in the half of the facts has that length. Values are unit vectors; the nearest of the facts' is taken.
+    Keys of facts and of noise are in two orthogonal halves of the space, except for an `overlap`: the projection of a
+    noise key on the half of the facts has that length. Values are unit vectors; the nearest of the facts' counts.
 
     Formula: $\frac{1}{S} \sum_i [\arg\min_j \Vert M_{t + \mathrm{distance}}(k_i) - v_j \Vert = i]$
 
@@ -527,7 +528,7 @@ class Facts(GymTask):
         return ~asked, {"all distances": asked, **parts}
 
     def chance(self) -> float:
-        """One of the facts' values."""
+        """Accuracy of guessing one of the facts' values."""
         return 1 / (self.width // 2)
 
     def quick(self) -> Self:
@@ -535,5 +536,5 @@ class Facts(GymTask):
 
 
 def tasks() -> Mapping[str, type[GymTask]]:
-    """Every task by name, a user's own included."""
+    """Every task by name, including a user's own."""
     return GymTask.variants()

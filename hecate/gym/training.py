@@ -1,4 +1,4 @@
-"""Tasks of the gym that train: one layer in a small model, judged at the length of training and beyond."""
+"""Tasks of the gym that train: one layer in a small model, evaluated at the training length and beyond."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hecate.train.config import ExperimentConfig
 from hecate.train.trainer import Trainer
 
 BATCH = 32
-"""Sequences of a step."""
+"""Sequences per step."""
 Fields = Mapping[str, Any]
 
 
@@ -28,8 +28,8 @@ def trained(
     model: Fields, data: Fields, seed: int, lr: float, steps: int,
     mixer: Callable[[Generator], nn.Module] | None = None, batch: int = BATCH,
 ) -> Trainer:  # fmt: skip
-    """A model trained by AdamW without weight decay, of one layer unless `model` says otherwise; `mixer` draws what
-    takes the place of its memory."""
+    """Trains a model, by default of one layer, by AdamW without weight decay; `mixer` makes the layer that replaces its
+    memory."""
     config = ExperimentConfig.model_validate({
         "seed": seed, "model": {"layers": 1, **model}, "data": data,
         "optim": {"lr": lr, "weight_decay": 0.0, "warmup": min(20, steps // 2)},
@@ -47,7 +47,7 @@ def trained(
 
 
 class Follower:
-    """A trained model as a `Memory` that is only asked: keys are one-hot tokens, answers scores."""
+    """A trained model as a `Memory` that is only asked: keys are one-hot tokens, answers are logits."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
@@ -61,8 +61,8 @@ class StateTracking(GymTask):
     r"""state_tracking: words x_1 x_2 ... of the permutations S_n, each prefix asked for its product x_t ... x_1.
 
     A layer of the contender, in a block with an MLP between an embedding and a head, is trained on words of `length`
-    tokens by AdamW, its learning rate one of `rates`; scored are the later halves of words `times` as long, and of
-    those as long as in training. Tokens are uniform, and so is the product for whoever misses one of them.
+    tokens by AdamW, with a learning rate from `rates`. Scores are for the later halves of words `times` as long, and of
+    words of the training length. Tokens are uniform, so that the product is uniform, too, if one token is unknown.
 
     Formula: $s_t = x_t s_{t-1}, \quad P(s_t = \hat s_t) = 1 / n!$
 
@@ -83,7 +83,7 @@ class StateTracking(GymTask):
     about: ClassVar[str] = "words of S_3: a trained layer at 4 times its length"
 
     def words(self, length: int) -> Permutations:
-        """The words as a task to train on."""
+        """The task of words of this length."""
         return Permutations(degree=self.degree, seq_len=length)
 
     def row(self, rng: np.random.Generator) -> Row:
@@ -99,11 +99,12 @@ class StateTracking(GymTask):
         }
 
     def chance(self) -> float:
-        """Any permutation."""
+        """Accuracy of guessing any permutation."""
         return 1 / self.words(1).vocabulary()
 
     def known(self) -> dict[str, float]:
-        """The sign of the product, which one reflection a letter keeps (Grazzi et al., 2024, arXiv 2411.12537)."""
+        """Accuracy with the sign of the product known, which one reflection per letter can track (Grazzi et al., 2024,
+        arXiv 2411.12537)."""
         return {"any of the right sign": 2 * self.chance()}
 
     def quick(self) -> Self:
@@ -116,7 +117,7 @@ class StateTracking(GymTask):
         return [{"rate": rate} for rate in self.rates]
 
     def memory(self, contender: Contender, setting: Setting, seed: int) -> Memory:
-        """The contender's layer, trained from the seed."""
+        """The contender's layer, trained with this seed, in its model."""
         layer: Any = contender.layer
         model = {"d_model": self.width, "heads": 1, "mlp_ratio": 2.0}
         data = self.words(self.length).model_dump(mode="json")

@@ -1,11 +1,11 @@
-"""Language models of memories in transformers: configs, models and caches that its tools know. Needs the extra `hf`.
+"""Language models of memories in transformers: configs, models and caches that its tools accept. Needs the extra `hf`.
 
     import hecate.hf
     model = AutoModelForCausalLM.from_pretrained(folder)    # one that `hecate export RUN --to hf` wrote
 
-Importing it registers the model type `hecate` with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. `graft` puts
-memories into models of other types, `adopt` runs those whose layers are delta rules on hecate's kernels. `from_layer`
-and `to_layer` make memories of such layers and back, and `upgrade` gives a trained model a richer rule.
+Importing it registers the model type `hecate` with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. `graft` adds
+memories to models of other types, `adopt` runs models whose layers are delta rules on hecate's kernels. `from_layer`
+and `to_layer` convert such layers to memories and back, and `upgrade` gives a trained model a richer rule.
 """
 
 from hecate.errors import install_line

@@ -1,8 +1,8 @@
-"""Models of transformers whose layers are delta rules or Mamba-2, on hecate's kernels: `adopt`, and `release` back.
+"""Running models of transformers with delta-rule or Mamba-2 layers on hecate's kernels: `adopt`, undone by `release`.
 
-A layer of transformers takes its kernels by name from the globals of its modeling module. An adopted one has a subclass
-of its class whose forward is the same code over a copy of these globals in which the kernels are ours; instances get it
-one by one, and everything else of theirs stays.
+A layer of transformers looks up its kernels by name in the globals of its modeling module. The class of an adopted
+layer becomes a subclass whose forward is the same code over a copy of these globals, with hecate's kernels in it. Only
+the adopted instances change, and only in their class.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from hecate.rule import Gates
 from hecate.tape import steady
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of weights that are read as they are; others are quantised."""
+"""Dtypes of weights that can be used directly; weights of others are quantised."""
 STARTS, ENGINE = "hecate_starts", "hecate_engine"
-"""Keywords of its kernels: where documents begin, and a layer's engine, which is its attribute, too."""
+"""Keywords of hecate's kernels: where documents begin, and the engine, which is also an attribute of the layer."""
 
 
 class Kernel(NamedTuple):
-    """A kernel of transformers: the parameters it is known by, the rule whose layers take it, all of them if None, and
-    ours; None leaves theirs."""
+    """A kernel of transformers: its expected parameters; the rule whose layers use it, None for all; and hecate's
+    kernel, None to keep that of transformers."""
 
     parameters: str
     rule: str | None
@@ -59,7 +59,7 @@ KERNELS: dict[str, Kernel] = {
         "hidden_states dt A B C chunk_size D dt_bias initial_states dt_softplus dt_limit return_final_states kwargs",
         "mamba2", kernels.state_space,
     ),
-    "mamba2_split_conv1d_scan_combined": Kernel(  # a whole layer; one that returns None goes the way of its parts
+    "mamba2_split_conv1d_scan_combined": Kernel(  # a whole layer; on None the layer calls the kernels of its parts
         "zxbcdt conv1d_weight conv1d_bias dt_bias A D chunk_size initial_states dt_limit return_final_states "
         "activation rmsnorm_weight rmsnorm_eps outproj_weight outproj_bias headdim ngroups norm_before_gate kwargs",
         "mamba2", lambda *_, **__: None,
@@ -71,7 +71,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 class Told(nn.Module):
-    """Mixin for a layer that is told where the documents of a row begin."""
+    """Mixin for a layer that gets a mask of where the documents of a row begin."""
 
 
 class Adopted(Told):
@@ -79,15 +79,15 @@ class Adopted(Told):
 
 
 def official(kind: Any) -> Any:
-    """The class of transformers that an adopted class stands for; another class itself."""
+    """The class of transformers that an adopted class was made from; any other class itself."""
     return kind.__mro__[1] if issubclass(kind, Adopted) else kind
 
 
 def rule_of(kind: Any) -> str | None:
-    """The rule that layers of a class run, None where it is none of ours.
+    """The rule that layers of a class run; None if it is not one that can be adopted.
 
     Raises:
-        ConfigError: its kernels are not those that are known, as in another version of transformers.
+        ConfigError: its kernels are not the expected ones, as in another version of transformers.
     """
     forward = inspect.unwrap(kind.forward) if hasattr(kind, "forward") else None
     if not isinstance(forward, FunctionType):
@@ -110,7 +110,7 @@ def rule_of(kind: Any) -> str | None:
 
 
 def _is_hubs(item: Any) -> bool:
-    """True of a kernel of transformers: a function that it makes where it looks for those of other packages."""
+    """True if an object is a kernel of transformers: a function of its module `hub_kernels`."""
     return getattr(item, "__globals__", {}).get("__name__") == "transformers.integrations.hub_kernels"
 
 
@@ -120,7 +120,7 @@ def _parameters(function: Callable[..., Any]) -> str:
 
 @cache
 def adopted(kind: Any) -> Any:
-    """The class of adopted layers of a class, under its name."""
+    """The class for adopted layers of a class, with the same name."""
     core = _over(kind.forward, _namespace(kind.__module__, inspect.unwrap(kind.forward).__globals__))
 
     @functools.wraps(kind.forward)
@@ -141,11 +141,11 @@ def adopted(kind: Any) -> Any:
 
 
 def _namespace(name: str, known: dict[str, Any]) -> dict[str, Any]:
-    """A modeling module's globals with our kernels in place of its own.
+    """A copy of a modeling module's globals with hecate's kernels in it.
 
-    They are those of a module that can be imported: torch.compile finds globals by their module's name."""
+    It belongs to a module that can be imported, because torch.compile looks globals up by the module's name."""
     name = f"hecate_adopted.{name}"
-    while name in sys.modules:  # of another class, or of a module that was imported again
+    while name in sys.modules:  # the name is taken by another class, or by a module that was imported again
         name += "_"
     module = sys.modules[name] = ModuleType(name)
     theirs = {key: value for key, value in known.items() if key not in ("__name__", "__spec__", "__loader__")}
@@ -154,7 +154,7 @@ def _namespace(name: str, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _over(function: Any, namespace: dict[str, Any]) -> Any:
-    """A function, and those that decorate it, over other globals at its core."""
+    """A copy of a function, decorators included, in which the innermost function has other globals."""
     inner, closure, home = getattr(function, "__wrapped__", None), function.__closure__, namespace
     if inner is not None:
         core, home = _over(inner, namespace), function.__globals__
@@ -174,17 +174,17 @@ def _reduce(self: Any, _: Any) -> tuple[Any, ...]:
 
 
 def become(layer: Any, kind: Any) -> None:
-    """Gives a layer another class, and to what accelerate keeps of its forward that of the class."""
+    """Changes a layer's class, and the bound forward that accelerate may have stored in it."""
     before, layer.__class__ = type(layer).forward, kind
     for name in ("forward", "_old_forward"):
         if isinstance(method := layer.__dict__.get(name), MethodType) and method.__func__ is before:
             layer.__dict__[name] = MethodType(kind.forward, layer)
 
 
-# Documents of a row.
+# Documents in a row.
 
 PACKING = ("cu_seq_lens_q", "seq_idx")
-"""Keywords that say where documents begin whatever positions are: tokens ahead of each, the number of each token's."""
+"""Keywords that say where documents begin: the number of tokens before each document; each token's document number."""
 CACHED = (
     "a row of several documents cannot fill a cache or go on from one: the next token belongs to the last document "
     "alone; set use_cache=False, or give the documents in rows of their own"
@@ -192,7 +192,7 @@ CACHED = (
 
 
 def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """The arguments of a model's call by name, and its tokens `[B, T, ...]`."""
+    """The arguments of a call of a model by name, and its tokens or embeddings `[B, T, ...]`."""
     names = tuple(inspect.signature(type(model).forward).parameters)[1:] if args else ()
     arguments = dict(zip(names, args, strict=False)) | kwargs
     tokens = arguments.get("input_ids")
@@ -200,12 +200,13 @@ def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def document_starts(arguments: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
-    """True `[B, T]` where another document begins in a row, None where none does.
+    """Mask `[B, T]`, True where another document begins in a row; None if none does.
 
-    By `PACKING` or, as softmax layers go, by position_ids without attention_mask. `tokens` is `[B, T, ...]`.
+    Documents are given by `PACKING`, or as for softmax layers by position_ids without attention_mask. `tokens` is `[B,
+    T, ...]`.
 
     Raises:
-        ConfigError: positions begin again in a row that goes on from a cache.
+        ConfigError: positions start again in a row that continues a cache.
         ShapeError: cu_seq_lens_q of several rows, or seq_idx of another shape.
     """
     (rows, count), (borders, numbers) = tokens.shape[:2], [arguments.get(name) for name in PACKING]
@@ -219,7 +220,7 @@ def document_starts(arguments: Mapping[str, Any], tokens: Tensor) -> Tensor | No
             raise ShapeError(f"seq_idx must be [B, T] = {[rows, count]}, got {list(numbers.shape)}")
         positions = torch.diff(numbers, prepend=numbers[:, :1]).eq(0).long().cumsum(1)  # steps of 1 within a document
     elif positions is not None and positions.dim() == 3 and positions.shape[0] == 4:
-        positions = positions[0]  # of the text, ahead of those of pictures
+        positions = positions[0]  # positions of the text; the others are those of images
     past = arguments.get("past_key_values") if numbers is None and borders is None else None
     if past is not None and positions is not None and not torch.compiler.is_compiling():
         if positions.dim() == 2 and bool(torch.diff(positions).le(0).any()):
@@ -229,7 +230,7 @@ def document_starts(arguments: Mapping[str, Any], tokens: Tensor) -> Tensor | No
 
 
 def starts_of_documents(arguments: dict[str, Any], rows: int, count: int, device: torch.device) -> Tensor | None:
-    """Starts of other documents, as attention is told them, if there are any."""
+    """Mask of where documents start, from the arguments that attention uses; None if there is only one document."""
     ends, position = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
     if ends is not None:
         starts = torch.zeros(rows * count + 1, dtype=torch.bool, device=device)
@@ -243,7 +244,7 @@ def starts_of_documents(arguments: dict[str, Any], rows: int, count: int, device
 
 
 def masks_of(x: Tensor, attention_mask: Tensor | None, keywords: dict[str, Any], past: Any) -> dict[str, Tensor | None]:
-    """Masks of x `[B, T, d_model]` by what transformers tells a layer; refuses documents in a cached row."""
+    """Masks for x `[B, T, d_model]` from a layer's arguments in transformers; refuses documents in a cached row."""
     starts = keywords.get(STARTS)
     if starts is None:
         starts = document_starts({name: keywords.get(name) for name in PACKING}, x)
@@ -259,7 +260,7 @@ Packed = Literal["positions", "given"]
 
 
 class AdoptionWarning(UserWarning):
-    """A part of an adopted model that goes on mixing the documents of a packed row."""
+    """A part of an adopted model still mixes the documents of a packed row."""
 
 
 def layers_run(names: Sequence[str], what: str) -> str:
@@ -270,12 +271,12 @@ def layers_run(names: Sequence[str], what: str) -> str:
 
 
 class Adoption(NamedTuple):
-    """The report of `adopt`: `str` of it is for people.
+    """The report of `adopt`; `str` gives a readable text.
 
     Fields:
         adopted: the rule of every layer that runs hecate's kernels, by the layer's name.
-        left: why a layer that might was left as it is, by its name.
-        leaks: parts of the model to which packed documents are one row, whatever its other layers do.
+        left: reasons why layers that look adoptable were not adopted, by name.
+        leaks: parts of the model that mix packed documents, whatever the other layers do.
     """
 
     adopted: dict[str, str]
@@ -297,25 +298,25 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
         model = AutoModelForCausalLM.from_pretrained(folder)
         print(hecate.hf.adopt(model))
 
-    Layers of the gated delta rule, KDA and Mamba-2, in whatever family transformers has them. The function stays what
-    it was within rounding, and so do names, `generate`, caches, checkpointing, LoRA and `save_pretrained`; other
-    models of the process are not touched. [HF-ADOPT-D1] Documents packed into one row are kept apart, which
-    transformers does not do on a CPU: told by `cu_seq_lens_q` or `seq_idx`, or by positions. [HF-ADOPT-D2] A model that
-    is adopted can be adopted again, with other arguments.
+    Adopts layers of the gated delta rule, KDA and Mamba-2, in any family of transformers. The model computes the same
+    function up to rounding; names, `generate`, caches, checkpointing, LoRA and `save_pretrained` stay the same, and
+    other models of the process are unaffected. [HF-ADOPT-D1] Documents packed into one row are kept apart, which
+    transformers does not do on a CPU; they are given by `cu_seq_lens_q` or `seq_idx`, or by positions. [HF-ADOPT-D2] An
+    adopted model can be adopted again, with other arguments.
 
     Args:
         model: on its device, with its weights; it may be wrapped by peft or dispatched by accelerate.
-        engine: of sequences, as in `memory_scan`; a token that follows a cache takes a step of its own.
-        packed: "positions" takes a row whose `position_ids` begin again, without attention_mask and cache, for several
-            documents, as the softmax layers do, and gives the positions of documents to a call without; "given" only
-            goes by `cu_seq_lens_q` and `seq_idx`, and looks at no position.
+        engine: engine of sequences, as in `memory_scan`; a single token after a cache has its own kernels.
+        packed: "positions" treats a row whose `position_ids` start again, without attention_mask and cache, as several
+            documents, as the softmax layers do, and adds position_ids to calls that only give documents by keywords;
+            "given" only uses `cu_seq_lens_q` and `seq_idx`, and ignores positions.
 
     Raises:
-        TypeError: `model` is no torch module.
-        ConfigError: no such layer; kernels of transformers that are not those known; layers without weights or with
-            quantised ones; an engine that cannot run a rule. The model is then as it was.
+        TypeError: `model` is not a torch module.
+        ConfigError: no such layer; kernels of transformers other than the known ones; layers without weights or with
+            quantised ones; an engine that cannot run a rule. The model is then unchanged.
 
-    Warns (`AdoptionWarning`) at a packed row of a model whose softmax layers are not told of documents.
+    Warns (`AdoptionWarning`) at a packed row of a model whose softmax layers are not told where documents begin.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"adopt takes a torch module, got a {type(model).__name__}; from_pretrained gives one")
@@ -346,7 +347,8 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
 
 
 def release(model: Any) -> int:
-    """Gives every adopted layer its own class back, to the bit; how many there were. [HF-ADOPT-I1]"""
+    """Gives every adopted layer its original class back, so that results are again the same bits; returns the number of
+    layers. [HF-ADOPT-I1]"""
     if not isinstance(model, nn.Module):
         raise TypeError(f"release takes a torch module, got a {type(model).__name__}")
     layers = [module for module in model.modules() if isinstance(module, Adopted)]
@@ -355,12 +357,12 @@ def release(model: Any) -> int:
     for layer in layers:
         become(layer, official(type(layer)))
         delattr(layer, ENGINE)
-    hook_models(model)  # of layers that were upgraded
+    hook_models(model)  # upgraded layers still need the hooks
     return len(layers)
 
 
 def _foreign(module: Any, kind: Any) -> str | None:
-    """Reason why a layer that might be one of ours is left, None where nothing speaks against it."""
+    """Reason why a layer that looks adoptable cannot be adopted; None if there is no such reason."""
     forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
     if "mamba_selective_scan" in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return "Mamba-1's scan, which no rule of ours is"
@@ -383,41 +385,42 @@ def _takes_a_kernel(source: str) -> bool:
 
 @cache
 def families() -> tuple[str, ...]:
-    """The families of the installed transformers whose layers take kernels of ours, by its sources."""
+    """The families of the installed transformers with adoptable layers, found in its sources."""
     paths = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
     return tuple(sorted(path.parent.name for path in paths if _takes_a_kernel(path.read_text(encoding="utf-8"))))
 
 
 def _check_weights(name: str, layer: Any) -> None:
-    """Refuses a layer whose own weights, which kernels read, are not there or no floating point numbers."""
+    """Refuses a layer if weights that the kernels read are missing or not in floating point."""
     for inside, part in (("", layer), ("conv1d.", layer.conv1d)):
         for field, weight in part.named_parameters(recurse=False):
             place = f"{name}.{inside}{field}"
-            if weight.is_meta and not hasattr(part, "_hf_hook"):  # accelerate brings what it offloads
+            if weight.is_meta and not hasattr(part, "_hf_hook"):  # accelerate loads offloaded weights when needed
                 raise ConfigError(f"{place} is on the meta device; load the weights, and adopt the model then")
             if weight.dtype not in FLOATS:
                 raise ConfigError(f"{place} is quantised to {weight.dtype}; adopt reads it as it is, in floats")
 
 
 def _check_engine(layer: nn.Module, rule: str, engine: EngineName) -> None:
-    """Refuses an engine that cannot run a rule, as it would at the first call."""
+    """Refuses an engine that cannot run a rule, with the error of the first call."""
     if engine != "auto":
         tokens = torch.zeros(1, 64, 1, 4, device=next(layer.parameters()).device)
         retain = tokens if rule == "kda" else tokens[..., 0]
         memory_scan(kernels.RULES[rule], tokens, tokens, tokens, Gates(lr=tokens[..., 0], retain=retain), engine=engine)
 
 
-# Packed rows.
+# Rows of several documents.
 
 
 def _models(module: nn.Module) -> list[Any]:
-    """The models of transformers in a module that have layers of ours, the outermost first."""
+    """The models of transformers in a module that have adopted or hosted layers, outermost first."""
     models = [part for part in module.modules() if isinstance(part, transformers.PreTrainedModel)]
     return [part for part in models if any(isinstance(layer, Told) for layer in part.modules())]
 
 
 def hook_models(model: nn.Module, packed: Packed = "positions") -> dict[Any, str | None]:
-    """Lets the models of transformers in a module tell their layers of documents; why each mixes them, if it does."""
+    """Registers hooks on the models of transformers in a module that pass the starts of documents to their layers;
+    returns the reason why each model mixes documents, or None."""
     leaks = {part: _mixes(part) for part in _models(model)}
     for part, leak in leaks.items():
         _unhook(part)
@@ -427,16 +430,15 @@ def hook_models(model: nn.Module, packed: Packed = "positions") -> dict[Any, str
 
 
 def _inner(model: nn.Module) -> list[str]:
-    """The children of a model in which its layers have a model of their own."""
+    """The children of a model that contain another model with such layers."""
     return [name for name, child in model.named_children() if _models(child)]
 
 
 def _mixes(model: Any) -> str | None:
-    """Reason why documents of a row are mixed by a model of transformers that has adopted layers, None where they are
-    not."""
+    """Reason why a model of transformers with adopted layers mixes the documents of a row; None if it does not."""
     name, inner = type(model).__name__, _inner(model)
     source = inspect.getsource(inspect.unwrap(type(model).forward))
-    if inner:  # arguments of a call, with calls among them
+    if inner:  # the pattern matches a call of the inner model that passes **kwargs on; arguments may contain calls
         hands = re.search(rf"self\.(?:{'|'.join(inner)})\((?:[^()]|\([^()]*\))*\*\*\w", source)
         return None if hands else f"{name} does not tell its layers of documents, which mix them; call its {inner[0]}"
     masks = re.search(r"create_(?!recurrent)\w*mask\w*\(", source)
@@ -453,8 +455,8 @@ def _unhook(module: nn.Module) -> None:
 
 
 def hand_starts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """A hook ahead of a model's forward: where documents begin among the keywords, which its layers hand on; and, where
-    only `PACKING` says so, positions that begin again with each, by which softmax layers go."""
+    """Pre-forward hook of a model: adds the mask of where documents begin to the keywords, which are passed on to its
+    layers; and, if only `PACKING` is given, position_ids that start again in each document, for softmax layers."""
     arguments, tokens = called_with(model, args, kwargs)
     if (starts := document_starts(arguments, tokens)) is None:
         return None

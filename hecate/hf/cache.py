@@ -1,8 +1,8 @@
 """The states of memories in a cache of transformers.
 
-A block's state is a pytree of tensors with a row for each sequence, whose tree may change (a reset adds to that of the
-convolution) and whose tensors may grow (attention without a window). Layers for linear attention hold two tensors of
-fixed shapes; so a layer here holds the pytree itself.
+A block's state is a pytree of tensors with a row for each sequence. Its tree may change (a reset adds a tensor to the
+convolution's state) and its tensors may grow (attention without a window). Cache layers of transformers for linear
+attention hold two tensors of fixed shapes, so a layer here holds the pytree itself.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hecate.models.rollback import WINDOW, Recorded, advance, check_recorded, ta
 from hecate.states import each_row
 
 BLOCK = "block"
-"""The place of the state of a layer of hecate in its layer of a cache."""
+"""Key of the state of a hecate block in its cache layer."""
 _NOTHING = Recorded(None, ())
 
 
-# Without ABC a cache layer could not become one: its layout would be another.
+# ABC makes the memory layout that of cache layers, so that their class can be changed to a subclass of this.
 class Remembering(ABC):  # noqa: B024
-    """Mixin for a cache layer: the states of memories beside its own, pytrees with a row per sequence, by their places.
+    """Mixin for a cache layer that also holds the states of memories: pytrees with a row per sequence, by key.
 
-    States are replaced, never written in place: a copy of the cache stays what it was. [HF-CACHE-D1]
+    States are replaced, never written in place, so that a copy of the cache stays as it was. [HF-CACHE-D1]
     """
 
-    # `is_compileable` stays: static layers tell by it that they are longer than what they hold.
+    # `is_compileable` is unchanged: by it, static layers say that they are longer than their content.
     memories: Mapping[str, Recorded] = MappingProxyType({})
     record_past = False
     window = WINDOW
@@ -43,28 +43,30 @@ class Remembering(ABC):  # noqa: B024
 
     @property
     def _base_layer(self) -> Any:
-        """The layer without the mixin; None of one for linear attention that holds nothing of its own."""
+        """The layer without the mixin, by `super()`; None for a linear attention layer without content of its own."""
         initialized = vars(self).get("is_recurrent_states_initialized")
         bare = initialized is not None and not isinstance(self, CacheLayerMixin) and not any(initialized.values())
         return None if bare else super()
 
     @property
     def is_croppable(self) -> bool:
-        """True while the past is recorded, beside keys and values that can be cropped."""
+        """True while the past is recorded, if keys and values can be cropped, too."""
         return self.record_past and (self._base_layer is None or bool(self._base_layer.is_croppable))
 
     def activate_past_recording(self, tokens: int = WINDOW) -> None:
-        """From now on the last `tokens` of them, or up to twice as many, can be taken back."""
+        """Records from now on at least the last `tokens` tokens, and up to twice as many, so that they can be taken
+        back."""
         if self._base_layer is not None and hasattr(self._base_layer, "activate_past_recording"):
             self._base_layer.activate_past_recording()
         self.record_past, self.window = True, max(self.window, tokens)
 
     def answers(self, place: str, layer: Any, x: Tensor, **masks: Tensor | None) -> Tensor:
-        """The answers to x `[B, T, d_model]` of a layer, by its `with_states` if it has that; its state is kept."""
+        """The output of a layer for x `[B, T, d_model]`, by its `with_states` if it has one; its state is stored here
+        under the key `place`."""
         past, run = self.memories.get(place, _NOTHING), getattr(layer, "with_states", layer)
         if self.record_past:
             y, after = advance(run, x, past, self.window, **masks)
-            self._layers = {**self._layers, place: weakref.ref(layer)}  # a copy of the cache has no copy of it
+            self._layers = {**self._layers, place: weakref.ref(layer)}  # weak: copying a cache must not copy the layer
         else:
             y, state = run(x, past.state, **masks)
             after = Recorded(state, ())
@@ -72,35 +74,35 @@ class Remembering(ABC):  # noqa: B024
         return y
 
     def _map(self, name: str, change: Callable[[Tensor], Tensor], *args: Any) -> None:
-        """Does to every state what a method does to the layer's own."""
+        """Calls a method of the base layer, and applies the same change to every state."""
         if hasattr(self._base_layer, name):
             getattr(self._base_layer, name)(*args)
         self.memories = each_row(dict(self.memories), change)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row n becomes what row `beam_idx[n]` was."""
+        """Replaces row n by row `beam_idx[n]`."""
         self._map("reorder_cache", lambda t: t.index_select(0, beam_idx.to(t.device)), beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
+        """Repeats every row `repeats` times, the copies next to each other."""
         self._map("batch_repeat_interleave", lambda t: t.repeat_interleave(repeats, 0), repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """These rows alone."""
+        """Keeps only these rows."""
         self._map("batch_select_indices", lambda t: t[indices.to(t.device)], indices)
 
     def reset(self) -> None:
-        """As before the first token."""
+        """Empties the layer."""
         super().reset()  # type: ignore[misc]
         self.memories = {}
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last `-tokens_to_remove` tokens of every row back, padding among them; memories, keys and values.
-        [HF-CACHE-D3, HF-GRAFT-I4]
+        """Takes back the last `-tokens_to_remove` tokens of every row, including padding, from memories, keys and
+        values. [HF-CACHE-D3, HF-GRAFT-I4]
 
         Raises:
-            ConfigError: a positive number, which once meant a length; more tokens than are recorded, and any while none
-                are; the layer that recorded them is gone.
+            ConfigError: a positive number, which once meant a length; more tokens than are recorded, or any if nothing
+                is recorded; a layer that has been deleted since it recorded them.
         """
         if tokens_to_remove > 0:
             raise ConfigError(f"crop({tokens_to_remove}): a length is not cropped to; crop(-n) takes n tokens back")
@@ -115,11 +117,11 @@ class Remembering(ABC):  # noqa: B024
             self.memories = {place: take_back(runs[place], past, count) for place, past in self.memories.items()}
         if self.record_past and self._base_layer is not None:
             self._base_layer.crop(tokens_to_remove)
-        if getattr(self, "is_sliding", False):  # its keys are now as many as its window needs
+        if getattr(self, "is_sliding", False):  # only as many keys are left as its window needs
             self.memories = {name: past._replace(calls=()) for name, past in self.memories.items()}
 
     def _run(self, place: str, count: int) -> Any:
-        """The layer that recorded the last `count` tokens of a place, for its state alone."""
+        """The layer that recorded the last `count` tokens of a state, as a function to run them again for the state."""
         check_recorded(self.memories[place], count)
         if (layer := self._layers.get(place, type(None))()) is None:
             raise ConfigError("the model that wrote the cache is gone; keep it as long as the cache is cropped")
@@ -128,12 +130,12 @@ class Remembering(ABC):  # noqa: B024
 
 @cache
 def _remembering(kind: type) -> type:
-    # `_layer_type` would put the class in the place of `kind` in every cache made from then on.
+    # A `_layer_type` would register the class in place of `kind`, for every cache made from then on.
     return type(f"Remembering{kind.__name__}", (Remembering, kind), {"_layer_type": None})
 
 
 def remembering(layer: Any) -> Any:
-    """A cache layer, whose class from now on holds the states of memories, too."""
+    """The cache layer, after changing its class to one that holds the states of memories, too."""
     if not isinstance(layer, Remembering):
         kind: Any = type(layer)
         layer.__class__ = _remembering(kind)
@@ -141,17 +143,17 @@ def remembering(layer: Any) -> Any:
 
 
 def record_drafts(generation_config: Any, *layers: Any) -> None:
-    """Lets the layers of an assistant's cache record what it drafts in one go, all of which may be rejected."""
+    """Makes the layers of an assistant's cache record all tokens of a draft, since all of them may be rejected."""
     if getattr(generation_config, "is_assistant", False):
         for layer in layers:
             layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
 
 
 class StateLayer(Remembering, CacheLayerMixin):
-    """The state of one layer of hecate, the number of tokens it has been shown, and how many of them each row has
+    """Cache layer with the state of one hecate layer, the number of tokens read, and how many of them each row has
     written.
 
-    While the past is recorded the last `window` tokens can be taken back by `crop`. [HF-CACHE-D3]
+    While the past is recorded, `crop` can take back the last `window` tokens. [HF-CACHE-D3]
     """
 
     supports_early_init = False
@@ -167,7 +169,7 @@ class StateLayer(Remembering, CacheLayerMixin):
         return self.memories[BLOCK].state
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Empties the layer, and stops tracking which layer recorded what."""
         self.memories, self._layers = {BLOCK: _NOTHING}, {}
         self.written: Tensor | None = None
         self.seen = 0
@@ -176,8 +178,8 @@ class StateLayer(Remembering, CacheLayerMixin):
     def advance(
         self, block: Any, x: Tensor, write_mask: Tensor | None, reset_mask: Tensor | None, *, counts: bool
     ) -> Tensor:
-        """The output `[B, T, d_model]` of the layer's block, whose state is kept, as is, where it `counts`, how many
-        tokens of each row were no padding."""
+        """The output `[B, T, d_model]` of the block; stores its state, and with `counts` adds up how many tokens of
+        each row were not padding."""
         y = self.answers(BLOCK, block, x, write_mask=write_mask, reset_mask=reset_mask)
         if counts:
             before = torch.zeros(len(x), dtype=torch.int64, device=x.device) if self.written is None else self.written
@@ -186,15 +188,15 @@ class StateLayer(Remembering, CacheLayerMixin):
         return y
 
     def get_seq_length(self) -> int:
-        """Tokens that it has been shown, padding included."""
+        """Number of tokens read, including padding."""
         return self.seen
 
     def get_max_length(self) -> int:
-        """No bound."""
+        """-1: no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """A mask over all tokens so far."""
+        """Length and offset of an attention mask: all tokens so far, from the first."""
         return self.seen + query_length, 0
 
     def _map(self, name: str, change: Callable[[Tensor], Tensor], *args: Any) -> None:
@@ -202,7 +204,7 @@ class StateLayer(Remembering, CacheLayerMixin):
         self.written = None if self.written is None else change(self.written)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As of any layer that remembers."""
+        """Takes back tokens as `Remembering.crop` does, also from the counts."""
         past = self.memories[BLOCK]
         super().crop(tokens_to_remove)
         if tokens_to_remove and self.written is not None:
@@ -210,16 +212,16 @@ class StateLayer(Remembering, CacheLayerMixin):
         self.seen += tokens_to_remove
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
-        """Refused: a memory's state has no keys and values."""
+        """Raises `ConfigError`: a memory's state has no keys and values."""
         raise ConfigError("a memory's state has no keys and values: give past_key_values to a hecate model alone")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a memory's state has no keys and values."""
+        """Raises `ConfigError`: a memory's state has no keys and values."""
         self.lazy_initialization(key_states, value_states)
 
 
 def _written_counts(past: Recorded, count: int) -> Tensor:
-    """The number of the last `count` tokens that each row has written `[B]`."""
+    """Number of the last `count` tokens that each row has written, `[B]`."""
     masks = [
         torch.ones_like(call.x[..., 0], dtype=torch.bool) if call.write_mask is None else call.write_mask
         for call in past.calls
@@ -228,7 +230,7 @@ def _written_counts(past: Recorded, count: int) -> Tensor:
 
 
 def no_continuous_batching(*_: Any, **__: Any) -> NoReturn:
-    """In the place of a model's `init_continuous_batching`, by which `generate_batch` and all that is like it begin."""
+    """Replacement for a model's `init_continuous_batching`, which `generate_batch` and similar methods call first."""
     raise ConfigError(
         "continuous batching (generate_batch, cache_implementation='paged') keeps keys and values in pages, and a "
         "memory has a state of constant size instead: call generate with rows padded in front and an attention_mask"
@@ -236,11 +238,13 @@ def no_continuous_batching(*_: Any, **__: Any) -> NoReturn:
 
 
 def state_layers(cache: Cache, count: int) -> list[StateLayer]:
-    """The `count` layers of a cache; one that is new gets them in place of transformers' own. [HF-CACHE-D2]
+    """The `count` layers of a cache; in a new cache they replace transformers' own. [HF-CACHE-D2]
 
-    `ConfigError` for a cache of another model, and for one whose kind asks for what states do not do (static,
-    quantized, offloaded).
+    `ConfigError` for a cache of another model, and for kinds of caches that states do not support (static, quantized,
+    offloaded).
     """
+    if not isinstance(cache, Cache):
+        raise ShapeError(f"past_key_values must be a Cache of transformers, got a {type(cache).__name__}")
     strange = next((layer for layer in cache.layers if type(layer) not in (StateLayer, DynamicLayer)), None)
     if strange is not None or cache.offloading:
         kind = "is offloaded" if strange is None else f"has a {type(strange).__name__}"
@@ -256,10 +260,10 @@ def state_layers(cache: Cache, count: int) -> list[StateLayer]:
 
 
 def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) -> Tensor | None:
-    """Mask of those of the last `length` tokens that are no padding, bool `[B, T]`; None if all are. [HF-PAD-D1]
+    """Mask of the last `length` tokens, bool `[B, T]`, False at padding; None if there is none. [HF-PAD-D1]
 
-    `mask` `[B, T]` is of these tokens, or of all so far. `ShapeError` where it is neither, `ConfigError` where it calls
-    padding what a state has been written with: that cannot be taken back.
+    `mask` `[B, T]` covers these tokens, or all so far. `ShapeError` if it is neither; `ConfigError` if it marks earlier
+    tokens as padding that the state has already written, which cannot be undone.
     """
     if mask is None:
         return None
@@ -288,10 +292,11 @@ def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) ->
 def document_starts(
     positions: Tensor | None, borders: Tensor | None, written: Tensor | None, shape: torch.Size, past: StateLayer | None
 ) -> Tensor | None:
-    """Tokens that begin another document than the one before them in their row, bool `[B, T]`; None if none does.
+    """Mask, bool `[B, T]`, True at the first token of every further document in a row; None if there is none.
 
-    `borders` `[N + 1]` counts the tokens before each document of one row, `positions` begin at 0 in each. The first
-    token of a new row needs no start. [HF-PACK-D1]
+    `borders` `[N + 1]` are the numbers of tokens before each document of a single row. `positions` start at 0 in each
+    document; without a padding mask, any step other than 1 begins one, too. The first token of a new row is not marked.
+    [HF-PACK-D1]
     """
     batch, length = shape
     continued = past is not None and past.seen > 0
@@ -311,7 +316,10 @@ def document_starts(
     else:
         here = torch.ones(shape, dtype=torch.bool, device=positions.device) if written is None else written
         before = here.cumsum(1) > here.long()
-        starts = (positions == 0) & here & (before | continued)
+        starts = positions == 0
+        if written is None:
+            starts = starts | (torch.diff(positions, prepend=positions[:, :1] - 1) != 1)
+        starts = starts & here & (before | continued)
     if torch.compiler.is_compiling():
         return starts
     return starts if bool(starts.any()) else None

@@ -1,4 +1,4 @@
-"""Memories in models that people have: beside the attention of a model of transformers, or in its place."""
+"""Adding memories to existing models of transformers, beside the attention or in its place: `graft`."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from hecate.variant import Config
 Mode = Literal["add", "replace"]
 Train = Literal["memory", "all"]
 GRAFT = "hecate_graft"
-"""The key of a graft beside attention in a model's config."""
+"""Key of an attention graft in a model's config."""
 MASKS = "hecate_masks"
-"""The keyword by which a model's layers hand masks on: `write_mask` and `reset_mask`, bool `[B, T]` or None."""
+"""Keyword that passes masks through a model's layers: `write_mask` and `reset_mask`, bool `[B, T]` or None."""
 BRANCH = "hecate"
-"""The name of a memory in the part of a layer that has one."""
+"""Name of the submodule with the memory, in an attention or MLP."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class GraftConfig(Config):
-    """Config of a graft: all that is needed to load its weights again.
+    """Config of a graft: everything needed to load its weights again.
 
     Fields:
-        layers: the layers that have a memory.
-        memory: its rule.
+        layers: numbers of the layers with a memory.
+        memory: the memory's rule.
         mode: "add" beside the attention, "replace" in its place.
-        heads, d_key, d_value: its sizes; None takes those of the attention's queries, or, where heads are given, those
-            of `hecate.nn.Memory`.
+        heads, d_key, d_value: sizes of the memory; None takes those of the attention's queries, or if heads are given,
+            the defaults of `hecate.nn.Memory`.
         conv_kernel, qk_norm, output_gate, learned_initial, feature_memory, firing, query_projection: as in
             `hecate.nn.Memory`.
-        dtype: of its weights; None is the model's, float32 where that is narrower.
+        dtype: dtype of its weights; None takes the model's, but at least float32.
     """
 
     layers: tuple[Annotated[Depth, Field(ge=0)], ...] = Field(min_length=1)
@@ -79,36 +79,36 @@ def graft(
     generator: torch.Generator | None = None,
     **sizes: Any,
 ) -> Any:
-    """Puts a memory beside the attention of some layers of a model, or in its place; the model itself, changed.
+    """Adds a memory beside the attention of some layers of a model, or replaces the attention; returns the same model.
 
         model = AutoModelForCausalLM.from_pretrained(folder)
         graft(model, layers=[4, 8], memory="titans")
 
-    Any model of transformers whose decoder has `layers`, each with a `self_attn` that has q_proj, k_proj, v_proj and
-    o_proj, as Llama, Mistral, Qwen and Gemma have. With "add" the memory reads what the attention reads, and its
-    answers, times a gate per channel that is zero at first, are added to those of the attention: until the gate is
-    trained the model computes what it did. [HF-GRAFT-I1] With "replace" its answers stand in the attention's place:
-    the model computes something else, and has to be trained. [HF-GRAFT-D2]
+    It takes any model of transformers whose decoder has `layers`, each with a `self_attn` with q_proj, k_proj, v_proj
+    and o_proj, as in Llama, Mistral, Qwen and Gemma. With "add" the memory gets the attention's input, and its output,
+    times a gate per channel that is zero at first, is added to the attention's: until the gate is trained, the model
+    computes the same function. [HF-GRAFT-I1] With "replace" the memory's output replaces the attention's: the model
+    computes another function, and has to be trained. [HF-GRAFT-D2]
 
-    Names of weights stay; new ones have `.self_attn.hecate.` in theirs. `save_pretrained` writes all of them and puts
-    the graft into the model's config, for `load_graft`; `save_graft` writes what is new alone. [HF-GRAFT-D4]
+    Names of existing weights stay; new ones contain `.self_attn.hecate.`. `save_pretrained` writes all weights and puts
+    the graft into the model's config, for `load_graft`; `save_graft` writes only the new ones. [HF-GRAFT-D4]
 
     Args:
-        model: on its device, with its weights; none whose forward accelerate dispatches over devices, and no
-            `PeftModel`, which comes after the graft.
+        model: on its device, with its weights; not dispatched over devices by accelerate, and not a `PeftModel`, which
+            has to be made after the graft.
         layers: indices from 0; None for all.
-        memory: a rule, or what stands for one, as in `hecate.nn.Memory`.
+        memory: a rule, in any form that `hecate.nn.Memory` takes.
         mode: "add" or "replace".
-        train: "memory" freezes all weights but the new ones; "all" freezes none of them, but for those of an attention
-            that is replaced, which are not used.
-        reuse: begins with the weights of q, k, v and o where their shapes are those of the memory's, keys and values of
-            grouped queries repeated; their biases are left out. What was reused stands in the model's `repr`.
-        dtype: of the new weights; None is the model's, float32 where that is narrower.
+        train: "memory" freezes all weights except the new ones; "all" freezes none, except those of a replaced
+            attention, which are not used.
+        reuse: start from the weights of q, k, v and o where their shapes are the memory's, with keys and values of
+            grouped queries repeated, without their biases. The model's `repr` shows which were reused.
+        dtype: dtype of the new weights; None takes the model's, but at least float32.
         generator: source of all draws; None uses torch's default generator.
         sizes: the other fields of `GraftConfig`.
 
     Raises:
-        ConfigError: what cannot be; the model is then as it was.
+        ConfigError: an impossible graft; the model is then unchanged.
     """
     decoder = decoder_of(model, Grafted)
     asked = fields_of(decoder, layers, dtype, train)
@@ -118,7 +118,7 @@ def graft(
 
 
 def fields_of(decoder: Any, layers: Any, dtype: torch.dtype | None, train: str) -> dict[str, Any]:
-    """Layers and dtype as configs of grafts have them; refuses a `train` that is no choice."""
+    """Layers and dtype in the form of the configs of grafts; refuses an unknown `train`."""
     expect_choice(train, "train", ("memory", "all"))
     layers = range(len(decoder.layers)) if layers is None else layers
     layers = tuple(layers) if isinstance(layers, range) else layers
@@ -128,14 +128,14 @@ def fields_of(decoder: Any, layers: Any, dtype: torch.dtype | None, train: str) 
 def build(
     decoder: Any, config: GraftConfig, reuse: bool, generator: torch.Generator | None
 ) -> dict[int, tuple[Any, Branch]]:
-    """The attention of each layer and the memory for it; changes nothing."""
+    """The attention of each layer and the memory to add to it; the model is not changed."""
     expect_layers(decoder, config.layers)
     attentions = {index: _attention(decoder, index, reuse) for index in config.layers}
     return {index: (at, _branch(index, at, config, reuse, generator)) for index, at in attentions.items()}
 
 
 def expect_layers(decoder: Any, layers: Sequence[int]) -> None:
-    """Refuses layers that are not there, or named twice."""
+    """Refuses layers that do not exist, or are named twice."""
     for index in layers:
         if index >= len(decoder.layers):
             raise ConfigError(
@@ -146,14 +146,14 @@ def expect_layers(decoder: Any, layers: Sequence[int]) -> None:
 
 
 def freeze(model: Any) -> None:
-    """Freezes all weights but those of grafts."""
+    """Freezes all weights except those of grafts."""
     for name, parameter in model.named_parameters():
         if f".{BRANCH}." not in name:
             parameter.requires_grad_(False)
 
 
 def install(model: Any, decoder: Any, config: GraftConfig, branches: dict[int, tuple[Any, Branch]], train: str) -> Any:
-    """Puts what was built into the model."""
+    """Adds the branches that `build` made to the model; returns the model."""
     if train == "memory":
         freeze(model)
     for attention, branch in branches.values():
@@ -166,15 +166,16 @@ def install(model: Any, decoder: Any, config: GraftConfig, branches: dict[int, t
 
 
 def announce(model: Any, decoder: Any, key: str, config: Any) -> Any:
-    """Lets a model, whose config says so from now on, hand masks to memories and generate with their states."""
+    """Prepares a model to pass masks to its memories and to generate with their states; puts the graft's config into
+    the model's under `key`; returns the model."""
     if hand_masks not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(hand_masks, with_kwargs=True)
     setattr(model.config, key, config)
     model.init_continuous_batching = no_continuous_batching
     model._prepare_cache_for_generation = MethodType(prepare_cache, model)  # a method: a copy of the model has its own
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.disable_compile = True  # states change their place, which graphs of static caches fix
-    # Memories read [B, T]: what is padding cannot be told from masks over keys, made ahead for static caches.
+        model.generation_config.disable_compile = True  # states are replaced; static graphs need fixed addresses
+    # Memories need a mask [B, T]: the masks over keys that are made for static caches do not show the padding.
     model.create_masks_for_generate = _unchanged_mask
     return model
 
@@ -184,7 +185,8 @@ def _unchanged_mask(*, attention_mask: Tensor | None, **_: Any) -> Tensor | None
 
 
 def decoder_of(model: Any, kind: type[nn.Module]) -> Any:
-    """The part of a model that has the layers, none of which has a graft of this kind."""
+    """The decoder of a model, which has the layers; refuses a model that cannot be grafted, or has a graft of this
+    kind already."""
     if not isinstance(model, PreTrainedModel):
         after = "; graft the model first and wrap it then" if hasattr(model, "get_base_model") else ""
         raise ConfigError(f"a graft needs a PreTrainedModel of transformers, got a {type(model).__name__}{after}")
@@ -205,7 +207,7 @@ def decoder_of(model: Any, kind: type[nn.Module]) -> Any:
 
 
 def expect_keywords(module: nn.Module, **needed: str) -> None:
-    """Refuses a module whose forward lacks an argument, `**` for any keyword."""
+    """Refuses a module whose forward lacks an argument; `**` stands for arbitrary keywords."""
     known = inspect.signature(type(module).forward).parameters.values()
     names = {"**" if p.kind is p.VAR_KEYWORD else p.name for p in known}
     for name, why in needed.items():
@@ -214,7 +216,7 @@ def expect_keywords(module: nn.Module, **needed: str) -> None:
 
 
 def _attention(decoder: Any, index: int, reuse: bool) -> Any:
-    """The attention of a layer, if a memory fits it."""
+    """The attention of a layer; refuses one that a memory cannot be added to."""
     layer = decoder.layers[index]
     attention = getattr(layer, "self_attn", None)
     if attention is None:
@@ -242,7 +244,7 @@ def _attention(decoder: Any, index: int, reuse: bool) -> Any:
 
 
 def _branch(index: int, attention: Any, config: GraftConfig, reuse: bool, generator: torch.Generator | None) -> Branch:
-    """A memory for an attention, with its weights where they fit."""
+    """A memory for an attention, with `reuse` starting from those of its weights that fit."""
     width, linear = attention.head_dim, attention.q_proj
     model_dtype = linear.weight.dtype if linear.weight.dtype in FLOATS else torch.float32
     dtype = torch.promote_types(model_dtype, torch.float32) if config.dtype is None else getattr(torch, config.dtype)
@@ -269,7 +271,7 @@ def _branch(index: int, attention: Any, config: GraftConfig, reuse: bool, genera
 
 @torch.no_grad()
 def _reuse(memory: Memory, attention: Any) -> tuple[str, ...]:
-    """Copies the weights of an attention whose shapes fit; their names."""
+    """Copies those weights of an attention whose shapes fit; returns their names."""
     places = dict(zip("qkv", memory.qkv.weight.split(memory.splits), strict=True)) | {"o": memory.out.weight}
     width, taken = attention.head_dim, []
     for name, place in places.items():
@@ -285,13 +287,13 @@ def _reuse(memory: Memory, attention: Any) -> tuple[str, ...]:
     return tuple(taken)
 
 
-# What a graft changes of a running model: the class of an attention, that of its layer in a cache, and one hook.
+# A graft changes a running model in three places: the class of an attention, the class of its cache layer, and a hook.
 
 
 class Branch(nn.Module):
-    """A memory and, beside attention, the gate behind it: one factor per channel, zero at first.
+    """A memory and, if it is beside attention, a gate on its output: a factor per channel, zero at first.
 
-    In the dtype of its own weights, whatever the model's.
+    It computes in the dtype of its own weights, whatever the model's.
     """
 
     def __init__(self, memory: Memory, *, gated: bool, reused: tuple[str, ...] = ()) -> None:
@@ -304,42 +306,42 @@ class Branch(nn.Module):
     def forward(
         self, x: Tensor, state: LayerState | None, *, write_mask: Tensor | None, reset_mask: Tensor | None
     ) -> tuple[Tensor, LayerState]:
-        """x `[B, T, d_model]` in any dtype; the answers in the memory's, and its state."""
+        """Output for x `[B, T, d_model]` of any dtype, in the memory's dtype; and the memory's state."""
         wide = x.to(self.memory.norm.dtype)
-        if write_mask is not None:  # attention, which may have no key to look at there, answers padding with NaN
+        if write_mask is not None:  # attention may output NaN at padding, where it may have no key
             wide = wide.masked_fill(~write_mask.unsqueeze(-1), 0)
         y, state = self.memory(wide, state, write_mask=write_mask, reset_mask=reset_mask)
         return (y if self.gate is None else self.gate * y), state
 
     def extra_repr(self) -> str:
-        """Names of the attention's weights that it began with."""
+        """Names of the attention's weights that it started from."""
         return f"from {', '.join(self.reused)}" if self.reused else ""
 
 
 def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """`_prepare_cache_for_generation` of a grafted model: layers that hold states from the start, so that they record
-    what they are told to."""
+    """`_prepare_cache_for_generation` of a grafted model: makes the cache layers hold states from the start, so that
+    they can be told to record."""
     type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
     past: Any = model_kwargs.get("past_key_values")
     if type(past) is not DynamicCache or past.offloading:
         return
     for index in [module.layer_idx for module in self.modules() if isinstance(module, Holder)]:
-        while len(past.layers) <= index:  # of a DynamicCache() that was made without a config
+        while len(past.layers) <= index:  # a DynamicCache() made without a config has no layers
             past.layers.append(past.layer_class_to_replicate())
         record_drafts(generation_config, remembering(past.layers[index]))
 
 
 class Holder(nn.Module):
-    """Mixin for a part of a layer that has memories: their states lie in layer `layer_idx` of a cache."""
+    """Mixin for a part of a layer with memories; their states are in layer `layer_idx` of a cache."""
 
     layer_idx: int
 
 
 class Grafted(Holder):
-    """Mixin for an attention: its memory reads the same hidden states, without positions."""
+    """Mixin for an attention with a memory, which reads the same hidden states, without positions."""
 
     def _answers(self, x: Tensor, past: Any, masks: dict[str, Tensor | None]) -> Tensor:
-        """The memory's answers, behind the gate if there is one; the state goes into the cache."""
+        """The memory's output, gated if there is a gate; its state is stored in the cache."""
         branch = getattr(self, BRANCH)
         if past is None:
             return branch(x, None, **masks)[0]
@@ -352,7 +354,7 @@ class Grafted(Holder):
         return layer.answers(BRANCH, branch, x, **masks)
 
     def _pop_masks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
-        """The cache and the masks among the arguments of a call; the masks are no longer there."""
+        """The cache and the masks among the arguments of a call; removes the masks from the keywords."""
         masks = kwargs.pop(MASKS, None)
         past = next((value for value in args if isinstance(value, Cache)), kwargs.get("past_key_values"))
         if masks is None:
@@ -369,26 +371,26 @@ class Beside(Grafted):
     """Attention plus a memory."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """hidden_states `[B, T, d_model]`; what the attention returns, with the memory's answers added."""
+        """The results of the attention for hidden_states `[B, T, d_model]`, with the memory's output added."""
         past, masks = self._pop_masks(args, kwargs)
         y, *rest = super().forward(hidden_states, *args, **kwargs)
         return (y + self._answers(hidden_states, past, masks).to(y.dtype), *rest)
 
 
 class InPlace(Grafted):
-    """A memory in an attention's place, which keeps its weights, frozen and unused."""
+    """A memory in place of an attention, which keeps its own weights, frozen and unused."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """hidden_states `[B, T, d_model]`; the memory's answers, and None for attention weights."""
+        """The memory's output for hidden_states `[B, T, d_model]`, and None for attention weights."""
         past, masks = self._pop_masks(args, kwargs)
         if past is not None:
             self._count(past, hidden_states)
         return self._answers(hidden_states, past, masks).to(hidden_states.dtype), None
 
     def _count(self, past: Any, x: Tensor) -> None:
-        """Keys and values of nothing, one number a token: a cache counts tokens by them."""
+        """Adds zero keys and values to the cache, one number per token, because a cache counts tokens by them."""
         layer = past.layers[self.layer_idx] if self.layer_idx < len(past.layers) else None
-        keys = getattr(layer, "keys", None)  # room that a static cache has made already has its shape
+        keys = getattr(layer, "keys", None)  # in a static cache keys are allocated already, and fix the shape
         heads, width = (1, 1) if keys is None or keys.dim() < 4 else (keys.shape[1], keys.shape[3])
         stub = x.new_zeros(x.shape[0], heads, x.shape[1], width)
         past.update(stub, stub, self.layer_idx)
@@ -396,19 +398,19 @@ class InPlace(Grafted):
 
 @cache
 def with_base(kind: Any, base: Any) -> Any:
-    """A class of transformers with a mixin ahead of it, under its name."""
+    """A subclass of a class of transformers, with a mixin as its first base."""
     return type(f"{base.__name__}{kind.__name__}", (base, kind), {})
 
 
 def hand_masks(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """A hook ahead of a decoder's forward: `MASKS` among the keywords, which its layers hand on."""
+    """Pre-forward hook of a decoder: adds `MASKS` to the keywords, which are passed on to its layers."""
     arguments, tokens = called_with(model, args, kwargs)
     return args, {**kwargs, MASKS: _masks(arguments, tokens.shape[0], tokens.shape[1], tokens.device)}
 
 
 def _masks(arguments: dict[str, Any], rows: int, count: int, device: torch.device) -> dict[str, Tensor | None]:
-    """Masks of the tokens of a call for memories, None where one holds for none: `write_mask` is False where a token is
-    padding, which memories neither write nor count, `reset_mask` True where another document begins."""
+    """Masks of the tokens of a call for memories, each None if it has no effect: `write_mask` is False at padding,
+    which memories neither write nor count; `reset_mask` is True where another document begins."""
     padding = arguments.get("attention_mask")
     if padding is not None:
         if not isinstance(padding, Tensor) or padding.dim() != 2 or padding.shape[1] < count:
@@ -417,10 +419,10 @@ def _masks(arguments: dict[str, Any], rows: int, count: int, device: torch.devic
                 f"{described(padding)}"
             )
         start, past = padding.shape[1] - count, arguments.get("past_key_values")
-        if start and past is not None:  # a mask may go on beyond these tokens, as far as a static cache has room
+        if start and past is not None:  # a mask for a static cache may extend beyond these tokens
             start = min(start, int(past.get_seq_length()))
         write = padding[:, start : start + count].to(device).bool()
-        # A look that waits for the device, but what is not masked is much faster.
+        # This check waits for the device, but a scan without a mask is much faster.
         whole = not torch.compiler.is_compiling() and bool(write.all())
         return {"write_mask": None if whole else write, "reset_mask": None}
     return {"write_mask": None, "reset_mask": starts_of_documents(arguments, rows, count, device)}

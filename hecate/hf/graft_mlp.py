@@ -1,4 +1,4 @@
-"""The MLPs of a model that people have as memories that start at their weights: `graft_mlp`."""
+"""Turning the MLPs of an existing model into memories that start at their weights: `graft_mlp`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from hecate.structure import MLP, GatedMLP, Matrix
 from hecate.variant import Config, Conflicts
 
 KEY = "hecate_mlp"
-"""The key of the graft in a model's config."""
+"""Key of an MLP graft in a model's config."""
 _NAMES = ("mlp", "feed_forward", "ffn")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _PLAIN = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
@@ -59,29 +59,29 @@ _HEBBIAN = MemoryConfig.model_validate({
 
 
 class MLPGraftConfig(Config):
-    """Config of a graft into MLPs: all that is needed to load its weights again.
+    """Config of a graft into MLPs: everything needed to load its weights again.
 
     Fields:
-        version: of these fields.
-        layers: the layers whose MLP goes on learning.
-        memory: its rule; None is `in_place_ttt` for "last", and for "whole" a Hebbian one in chunks of 32 whose
-            weights decay towards their start, its steps normalised. The MLP is structure and feature map, so these are
-            left out (`glu`, `mlp` and `gated_mlp` mean the MLP's own), and so is what a rule asks of a layer around
-            it, `layer_qk_norm` and the like.
-        fast: "last" lets the last linear map learn, of the hidden layer's features; "whole" all of the MLP.
-        periods: a memory for each, which commits every so many tokens; None is one memory as the rule says.
-        dtype: of its weights; None is the model's, float32 where that is narrower.
+        version: version of these fields.
+        layers: numbers of the layers whose MLP becomes a memory.
+        memory: the memory's rule; None is `in_place_ttt` for "last", and for "whole" a Hebbian rule in chunks of 32
+            with normalised steps, whose weights decay towards their start. The MLP takes the place of structure and
+            feature map, so these are left out (`glu`, `mlp` and `gated_mlp` stand for the MLP itself), as are a rule's
+            settings for a layer, `layer_qk_norm` and the like.
+        fast: "last" makes the last linear map a memory, of the hidden layer's features; "whole" the whole MLP.
+        periods: one memory for each period, which commits after that many tokens; None is one memory by the rule.
+        dtype: dtype of its weights; None takes the model's, but at least float32.
     """
 
     version: Literal[1] = 1
     layers: tuple[Annotated[Depth, Field(ge=0)], ...] = Field(min_length=1)
     memory: MemoryConfig | None = None
     fast: Literal["last", "whole"] = "last"
-    periods: tuple[Count, ...] | None = Field(None, min_length=1)
+    periods: tuple[Annotated[Count, Field(ge=1)], ...] | None = Field(None, min_length=1)
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None
 
     def conflicts(self) -> Conflicts:
-        """Rules that an MLP cannot have, and periods that do not rise."""
+        """Rules that an MLP cannot run, and periods that do not increase."""
         rule, whole = self.rule, self.fast == "whole"
         structures = ("matrix", "mlp", "gated_mlp") if whole else ("matrix",)
         for field, plain in (("feature_map", ("identity", "glu")), ("structure", structures)):
@@ -100,13 +100,13 @@ class MLPGraftConfig(Config):
 
     @property
     def rule(self) -> MemoryConfig:
-        """`memory`, or what stands for None."""
+        """`memory`, or the default rule if that is None."""
         if self.memory is not None:
             return self.memory
         return MemoryConfig.model_validate("in_place_ttt") if self.fast == "last" else _HEBBIAN
 
     def rules(self, structure: Any) -> tuple[MemoryConfig, ...]:
-        """The rule of each memory, whose structure is a part of the MLP."""
+        """The rule of each memory, with the structure that the MLP has."""
         fields = {"structure": structure, "feature_map": Identity()}
         if self.periods is None:
             return (self.rule.model_copy(update=fields),)
@@ -115,8 +115,8 @@ class MLPGraftConfig(Config):
 
 
 class _Layout(NamedTuple):
-    """An MLP in hecate's words: the name of its last layer, its hidden width, and for "whole" the structure that it is
-    and names of its parameters by those of the structure's weights."""
+    """The layout of an MLP: the name of its last layer, its widths, and for "whole" its structure, and the names of its
+    parameters by the names of the structure's weights."""
 
     last: str
     d_hidden: int
@@ -136,34 +136,36 @@ def graft_mlp(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> Any:
-    """Makes the MLPs of some layers memories that start at their weights; the model itself, changed. [HF-MLP-D1]
+    """Turns the MLPs of some layers into memories that start at their weights; returns the same model. [HF-MLP-D1]
 
         graft_mlp(model, layers=[4, 8], periods=(64,))                  # In-Place TTT: the last map learns as it reads
         graft_mlp(model, fast="whole", periods=(64, 512))               # levels, as HOPE starts them
 
-    For an MLP y = W h(x) "last" gives y_t = (W + sum_p M_p,t) h(x_t), M_p a matrix memory of keys h(x_t) that starts at
-    zero and commits every p tokens; "whole" y_t = sum_p c_p f(M_p,t, x_t), f the MLP and its weights where each M_p
-    starts, c_p = 1/(number of periods) per channel at first. Values are W_v x, W_v zero at first: until it is trained
-    nothing is written, and the model computes what it did, with "last" to the bit. Of the new parameters W_v and c
-    learn from the first step on, the gates from the second.
+    For an MLP y = W h(x), "last" computes y_t = (W + sum_p M_p,t) h(x_t), with M_p a matrix memory with keys h(x_t)
+    that starts at zero and commits every p tokens; "whole" computes y_t = sum_p c_p f(M_p,t, x_t), with f the MLP as a
+    function of its weights, at which each M_p starts, and c_p = 1/(number of periods) per channel at first. Values are
+    W_v x, with W_v zero at first: until it is trained nothing is written, and the model computes the same function,
+    with "last" to the bit. Of the new parameters, W_v and c have gradients from the first step on, gates from the
+    second.
 
-    Names of weights stay; new ones have `.hecate.` in theirs. `save_pretrained` writes all of them, for
-    `hecate.hf.load`. The state of a row has as many numbers as the weights that learn, for each period.
+    Names of existing weights stay; new ones contain `.hecate.`. `save_pretrained` writes all of them, for
+    `hecate.hf.load`. For each period, the state of a row has as many numbers as the weights that became a memory.
 
     Args:
-        model: on its device, with its weights; none whose forward accelerate dispatches over devices, and no
-            `PeftModel`, which comes after the graft. It may have a `graft` beside its attention.
+        model: on its device, with its weights; not dispatched over devices by accelerate, and not a `PeftModel`, which
+            has to be made after the graft. It may have a `graft` beside its attention.
         layers: indices from 0; None for all.
-        memory: a rule, or what stands for one, that writes nothing where values are zero; None as in `MLPGraftConfig`.
+        memory: a rule that writes nothing if values are zero, in any form that `hecate.nn.Memory` takes; None as in
+            `MLPGraftConfig`.
         fast, periods: see `MLPGraftConfig`.
-        train: "memory" freezes all weights but those of grafts; "all" none: the start is learned, too.
-        dtype: of the new weights; None is the model's, float32 where that is narrower.
-        generator: source of draws, where a gate has some; None uses torch's default generator.
+        train: "memory" freezes all weights except those of grafts; "all" none: the start is trained, too.
+        dtype: dtype of the new weights; None takes the model's, but at least float32.
+        generator: source of draws, if a gate needs any; None uses torch's default generator.
 
     Raises:
-        ConfigError: layers that are not there; mixtures of experts, quantised weights or none, an MLP of another
-            build or, for "whole", with another activation; a rule that would not leave the function as it is, or would
-            not learn. The model is then as it was.
+        ConfigError: layers that do not exist; mixtures of experts; quantised or missing weights; an MLP of another
+            layout or, for "whole", with another activation; a rule that would change the function, or would not learn.
+            The model is then unchanged.
     """
     decoder = decoder_of(model, FastMLP)
     asked = fields_of(decoder, layers, dtype, train)
@@ -172,7 +174,7 @@ def graft_mlp(
 
 
 def build_mlps(decoder: Any, config: MLPGraftConfig, generator: torch.Generator | None) -> dict[int, tuple[str, Fast]]:
-    """The name of the MLP of each layer and what it gets; changes nothing."""
+    """The name of each layer's MLP, and the memories to add to it; the model is not changed."""
     expect_layers(decoder, config.layers)
     grafts: dict[int, tuple[str, Fast]] = {}
     for index in config.layers:
@@ -201,7 +203,7 @@ def build_mlps(decoder: Any, config: MLPGraftConfig, generator: torch.Generator 
 def install_mlps(
     model: Any, decoder: Any, config: MLPGraftConfig, grafts: dict[int, tuple[str, Fast]], train: str
 ) -> Any:
-    """Puts what was built into the model."""
+    """Adds the memories that `build_mlps` made to the model; returns the model."""
     if train == "memory":
         freeze(model)
     for index, (name, fast) in grafts.items():
@@ -220,11 +222,11 @@ def _install(mlp: Any, fast: Fast, index: int) -> Any:
 
 
 def _layout(mlp: Any, who: str, fast: str) -> _Layout:
-    """The build of an MLP.
+    """The layout of an MLP.
 
     Raises:
-        ConfigError: a mixture of experts, a forward that was patched, weights that are quantised, another build; for
-            "whole" another activation.
+        ConfigError: a mixture of experts, a patched forward, quantised weights, another layout; for "whole" an unknown
+            activation.
     """
     if hasattr(mlp, "experts") or hasattr(mlp, "router"):
         raise ConfigError(f"{who} is a mixture of experts, whose tokens go to different weights; graft other layers")
@@ -257,11 +259,11 @@ def _layout(mlp: Any, who: str, fast: str) -> _Layout:
 
 
 def _activation(mlp: Any, who: str) -> Activation:
-    """The activation of an MLP, told by its values."""
+    """The activation of an MLP, recognised by its values."""
     act = next((getattr(mlp, name) for name in _ACTIVATIONS if callable(getattr(mlp, name, None))), None)
     x = torch.linspace(-6, 6, 97, dtype=torch.float64)
     known: tuple[Activation, ...] = (SiLU(), GELU(), ReLU(), Tanh())
-    if act is None:  # in the forward alone, which is compared
+    if act is None:  # only the forward has it; `_check_same` compares that
         return known[0]
     for one in known:
         if torch.allclose(act(x), one.value(x), rtol=0, atol=1e-9):
@@ -271,7 +273,8 @@ def _activation(mlp: Any, who: str) -> Activation:
 
 
 def _check_silent(rule: MemoryConfig) -> None:
-    """Refuses a rule whose memories move although values are zero, or whose values would not learn; on small ones."""
+    """Refuses a rule whose memories change although values are zero, or whose value map gets no gradient, as tested on
+    small memories."""
     small, width = rule.chunk if rule.chunk < 4 else 4, 5
     deep = rule.structure.model_copy(update={"d_hidden": 6}) if rule.structure.kind != "matrix" else rule.structure
     rule = rule.model_copy(update={"chunk": small, "structure": deep, "on_nonfinite": "propagate"})
@@ -296,7 +299,7 @@ def _check_silent(rule: MemoryConfig) -> None:
 
 @torch.no_grad()
 def _check_same(mlp: Any, fast: Fast, index: int) -> None:
-    """Refuses an MLP whose own forward is another function than that with memories at their start."""
+    """Refuses an MLP whose forward computes another function than its memories at their start."""
     weight = next(mlp.parameters())
     width: int = fast.levels[0].value.in_features  # type: ignore[union-attr, assignment]
     source = torch.Generator().manual_seed(0)
@@ -317,20 +320,20 @@ def _check_same(mlp: Any, fast: Fast, index: int) -> None:
         )
 
 
-# What a graft changes of a running model.
+# The modules that a graft adds to a running model.
 
 
 PLACE = "mlp"
-"""The place of its states in a layer of a cache."""
+"""Key of the states of an MLP's memories in a cache layer."""
 States = tuple[LayerState, ...]
 Given = Mapping[str, Any]  # masks by name, bool `[B, T]` or None
 
 
 class FastWeights(nn.Module):
-    """A memory whose keys are given: values v = W x, W zero at first, and gates from x; no other layer around it.
+    """A memory with given keys, values v = W x, W zero at first, and gates from x, without further projections.
 
-    With values of zero a memory stays where it starts. The gradient of W is not zero; the gates get theirs as soon as
-    W is not.
+    With zero values a memory stays at its start. The gradient of W is not zero at first; the gates get gradients once W
+    is not zero.
     """
 
     def __init__(self, d_model: int, d_key: int, config: MemoryConfig, name: str, **place: Any) -> None:
@@ -343,7 +346,7 @@ class FastWeights(nn.Module):
         self.value = blank(nn.Linear, d_model, d_model, bias=False, **place)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Values at zero; gates as the rule starts them."""
+        """Sets the value map to zero, and gates to the rule's initial values."""
         nn.init.zeros_(self.value.weight)
         self.gates.reset_parameters(generator)
         if self.gating is not None:
@@ -352,7 +355,8 @@ class FastWeights(nn.Module):
     def forward(
         self, x: Tensor, keys: Tensor, initial: Mapping[str, Tensor] | None, state: LayerState | None, masks: Given
     ) -> tuple[Tensor, LayerState]:
-        """x `[B, T, d_model]` and keys `[B, T, d_key]`, which are queries, too; answers `[B, T, d_model]`."""
+        """Output `[B, T, d_model]` and state, from x `[B, T, d_model]` and keys `[B, T, d_key]`, which also serve as
+        queries."""
         q = k = keys.unsqueeze(2)
         v, gates, skip, after = self.value(x).unsqueeze(2), self.gates(x), None, None
         if self.gating is not None:
@@ -370,9 +374,9 @@ class Fast(nn.Module):
     """The memories of an MLP, one for each period.
 
     Fields:
-        last: the name of the layer whose weights go on learning; None where all do.
-        weights: names of the MLP's layers by those of the memory's weights; of `last` none.
-        mix: weight of each memory's answer, `[memories, d_model]`; None of one memory, and where answers are added.
+        last: the name of the layer that the memories are added to; None if the whole MLP is a memory.
+        weights: names of the MLP's parameters by the names of the memory's weights; empty with `last`.
+        mix: weight of each memory's output, `[memories, d_model]`; None for a single memory, and with `last`.
     """
 
     def __init__(
@@ -387,7 +391,7 @@ class Fast(nn.Module):
             self.mix = nn.Parameter(torch.empty(len(rules), d_model, **place))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Everything at its start: memories that answer as their first weights do, and as much of each."""
+        """Resets all parameters to their start: memories that change nothing, with equal weights."""
         for level in self.levels:
             level.reset_parameters(generator)  # type: ignore[operator]
         if self.mix is not None:
@@ -396,10 +400,10 @@ class Fast(nn.Module):
     def forward(
         self, x: Tensor, keys: Tensor, initial: Mapping[str, Tensor] | None, states: States | None, masks: Given
     ) -> tuple[Tensor, States]:
-        """x `[B, T, d_model]`, keys `[B, T, d_key]`: the answers of all memories, added, and their states."""
+        """The summed outputs of all memories for x `[B, T, d_model]` and keys `[B, T, d_key]`, and their states."""
         dtype: Any = self.levels[0].value.weight.dtype  # type: ignore[union-attr]
         x, keys = x.to(dtype), keys.to(dtype)
-        if (write := masks["write_mask"]) is not None:  # attention answers padding with NaN where it sees no key
+        if (write := masks["write_mask"]) is not None:  # attention may output NaN at padding, where it has no key
             x, keys = (item.masked_fill(~write.unsqueeze(-1), 0) for item in (x, keys))
         answers, after = [], []
         for index, level in enumerate(self.levels):
@@ -410,10 +414,10 @@ class Fast(nn.Module):
 
 
 class FastMLP(Holder):
-    """Mixin for an MLP whose weights are where memories start."""
+    """Mixin for an MLP whose weights are the start of memories."""
 
     def forward(self, x: Tensor, *, hecate_call: tuple[Any, Given] | None = None) -> Tensor:
-        """x `[B, T, d_model]`; the answers of the weights as they are by then. `hecate_call`: the cache and masks."""
+        """Output for x `[B, T, d_model]`, of the weights as written so far. `hecate_call`: the cache, and the masks."""
         if hecate_call is None:
             raise ConfigError(
                 f"no masks reached the MLP of layer {self.layer_idx}: it was called on its own; call its layer or model"
@@ -424,7 +428,7 @@ class FastMLP(Holder):
         return remembering(past.layers[self.layer_idx]).answers(PLACE, self, x, **masks)
 
     def with_states(self, x: Tensor, states: States | None, **masks: Tensor | None) -> tuple[Tensor, States]:
-        """The answers `[B, T, d_model]` and the states after the last token."""
+        """The output `[B, T, d_model]` and the states after the last token."""
         fast = getattr(self, BRANCH)
         if fast.last is None:
             tensors = {name: self.get_parameter(parameter) for name, parameter in fast.weights.items()}
@@ -444,10 +448,10 @@ class FastMLP(Holder):
 
 
 class Handing(nn.Module):
-    """Mixin for a decoder layer that tells its MLP of masks and the cache."""
+    """Mixin for a decoder layer that passes masks and the cache to its MLP."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own, with the same arguments."""
+        """Runs the layer's own forward, with the same arguments."""
         masks = kwargs.get(MASKS)
         past = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
         name, mlp = next((name, part) for name, part in self.named_children() if isinstance(part, FastMLP))
@@ -460,7 +464,7 @@ class Handing(nn.Module):
 
 
 def _expect_read(past: Any, index: int) -> None:
-    """Refuses a cache whose tokens the memories of an MLP have not read."""
+    """Refuses a cache with tokens that the memories of an MLP have not read."""
     layer = past.layers[index] if index < len(past.layers) else None
     if layer is None or PLACE in getattr(layer, "memories", ()):
         return
@@ -472,7 +476,7 @@ def _expect_read(past: Any, index: int) -> None:
 
 
 def with_attributes(module: Any, **attributes: Any) -> Any:
-    """The same module, parameters and all, with other attributes: what a call alone knows stays in that call."""
+    """A shallow copy of a module, sharing its parameters, with some attributes replaced for the length of a call."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **attributes)
     return twin

@@ -1,8 +1,8 @@
-"""The kernels of adopted layers, called as transformers calls its own: a causal convolution, the delta rule per head or
-per channel, Mamba-2's recurrence, and one token.
+"""The kernels of adopted layers, with the signatures of transformers' own: a causal convolution, the delta rule per
+head or per channel, Mamba-2's recurrence, and steps of one token.
 
-Documents of a row stay apart: `hecate_starts`, bool `[B, T]` or None, is True where another one begins. Other keywords
-that transformers hands to every kernel are not looked at.
+Documents in a row are kept apart: `hecate_starts`, bool `[B, T]` or None, is True where another one begins. Other
+keywords that transformers passes to every kernel are ignored.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hecate.nn.sums import state_of_sums
 from hecate.rule import Gates, MemoryConfig, named_rule
 from hecate.tape import is_recorded, is_traced
 
-_SMALL = 1 << 20  # cells of a state beyond which torch, with several threads, steps as fast
-_PLAIN: dict[str, Any] = {"key_norm": "none", "on_nonfinite": "propagate"}  # as transformers: NaN is the loss's affair
+_SMALL = 1 << 20  # numbers of a state beyond which torch, with several threads, is as fast per token
+_PLAIN: dict[str, Any] = {"key_norm": "none", "on_nonfinite": "propagate"}  # as in transformers: NaN shows in the loss
 RULES: dict[str, MemoryConfig] = {
     "gated_delta": named_rule("gated_delta").model_copy(update={"query_scale": "key_dim", **_PLAIN}),
     "kda": named_rule("kda").model_copy(update={"query_scale": "key_dim", **_PLAIN}),
@@ -52,7 +52,7 @@ def causal_conv(
 def causal_conv_update(
     hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    """`causal_conv` of one token `[B, C, 1]` after those of conv_state `[B, C, K]`, which takes it in place."""
+    """`causal_conv` of one token `[B, C, 1]` after those in conv_state `[B, C, K]`, which is updated in place."""
     x, weights = hidden_states, (weight, *(() if bias is None else (bias,)))
     if activation in ("silu", "swish") and (kernels := _token_kernels(x, *weights, conv_state)):
         none, rows, y = weight.new_empty(0) if bias is None else bias, x.shape[:2], x.new_empty(x.shape)
@@ -85,7 +85,7 @@ def delta_rule(
         q, k, v, decay, rate = (x.squeeze(1) for x in inputs)
         decay = decay if decay.dim() == 3 else decay.unsqueeze(-1)
         kernels.delta_update(*_arrays(q, k, v, decay, rate, initial_state, y.squeeze(1), scratch))
-        return y.to(kind), initial_state  # in place: their cache copies the result onto the state that it gave
+        return y.to(kind), initial_state  # updated in place: the cache copies the result onto the same tensor
     if use_qk_l2norm_in_kernel:
         query, key = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key)]
     if (several := value.shape[2] // key.shape[2]) > 1:
@@ -96,7 +96,7 @@ def delta_rule(
     else:
         gates, weight = Gates(lr=beta, retain=g.exp()), None if state is None else state.mT.contiguous()
         y, weight = _scan(rule, query, key, value, gates, weight, hecate_starts, hecate_engine)
-        state = weight.mT.contiguous()  # a cache keeps the strides that it sees first
+        state = weight.mT.contiguous()  # a cache keeps the strides of the first state
     return y.to(kind), state if output_final_state else None
 
 
@@ -105,7 +105,7 @@ def _token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
     q, k, v = q.squeeze(1).unsqueeze(-1), k.squeeze(1).unsqueeze(-1), v.squeeze(1)  # [B, H, K, 1], [B, H, V]
     decay = g.exp().squeeze(1)
     state = state * (decay.unsqueeze(-1) if decay.dim() == 3 else decay[..., None, None])
-    # Sums, not matrix products: autocast would take these in half precision.
+    # Sums rather than matrix products, which autocast would compute in half precision.
     state = state + k * ((v - (state * k).sum(-2)) * beta.squeeze(1).unsqueeze(-1)).unsqueeze(-2)
     return (state * q).sum(-2).unsqueeze(1) * q.shape[-2] ** -0.5, state
 
@@ -113,10 +113,10 @@ def _token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
 def _scan(
     rule: str, q: Tensor, k: Tensor, v: Tensor, gates: Gates, weight: Tensor | None, starts: Tensor | None, engine: Any
 ) -> tuple[Tensor, Tensor]:
-    """y and the weight `[B, H, V, K]` after the last token, from another weight."""
+    """y, and the weight `[B, H, V, K]` after the last token, starting from a weight or empty."""
     state = None if weight is None else state_of_sums(weight)
     y, after = memory_scan(RULES[rule], q, k, v, gates, state=state, reset_mask=starts, engine=engine)
-    return y.contiguous(), after.memory["weight"]  # callers take views of it
+    return y.contiguous(), after.memory["weight"]  # callers make views of y
 
 
 def state_space(
@@ -142,7 +142,7 @@ def state_space(
 
 
 def _token_kernels(*tensors: Tensor | None) -> Any:
-    """The kernels where a token of these, the state last, takes a compiled step; else None."""
+    """The compiled kernels, if they can take a token with these tensors, the last being the state; else None."""
     for tensor in tensors:
         if tensor is None or tensor.dtype is not torch.float32 or not tensor.is_cpu:
             return None

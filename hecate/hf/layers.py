@@ -1,6 +1,6 @@
-"""Layers of one library in the other. Their weights and states: `from_layer`, `to_layer`, `from_cache`, `to_cache`.
-Their calls: layers of hecate as those of transformers and flash-linear-attention, `AsLayer`, and causal models of
-transformers as those of hecate, in runs, evaluations and samples, `AsModel`."""
+"""Layers of one library in the other. Conversion of weights and states: `from_layer`, `to_layer`, `from_cache`,
+`to_cache`. Conversion of calls: `AsLayer` makes a layer of hecate one of transformers or flash-linear-attention,
+`AsModel` a causal model of transformers one of hecate, for runs, evaluations and samples."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from hecate.rule import LAYER, LAYER_FIELDS, MemoryConfig
 from hecate.tape.bridge import without_autocast
 
 RULES = ("gated_delta", "kda")
-_QK_EPS = 1e-6  # beside the square, in the kernels of every family
-_ASIDE = {*LAYER_FIELDS, "on_nonfinite", "state_dtype"}  # fields of a config that are told apart by other means
+_QK_EPS = 1e-6  # added to the squared norm, in the kernels of every family
+_ASIDE = {*LAYER_FIELDS, "on_nonfinite", "state_dtype"}  # fields of a config that are compared otherwise, or not at all
 _GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 class Described(NamedTuple):
-    """A layer of transformers in hecate's words.
+    """A layer of transformers as the arguments and weights of a `hecate.nn.Memory`.
 
     Fields:
-        config: the memory's.
+        config: the memory's config.
         sizes: further arguments of `hecate.nn.Memory`.
-        weights: views of the layer's parameters, by the name of what they are in a memory.
+        weights: views of the layer's parameters, by their names in a memory.
     """
 
     config: MemoryConfig
@@ -48,12 +48,12 @@ class Described(NamedTuple):
 
 
 def describe(layer: Any) -> Described:
-    """A layer in hecate's words, and where its numbers are.
+    """Description of a layer of transformers as a memory, with views of its weights.
 
     Raises:
-        TypeError: no torch module.
-        ConfigError: no layer of the gated delta rule or KDA; weights that are quantised, adapted, on meta or have no
-            place in a memory; another activation or output gate.
+        TypeError: not a torch module.
+        ConfigError: not a layer of the gated delta rule or KDA; weights that are quantised, adapted, on meta, or have
+            no place in a memory; another activation or output gate.
     """
     if not isinstance(layer, nn.Module):
         raise TypeError(f"from_layer takes a layer of transformers, got a {type(layer).__name__}")
@@ -106,13 +106,13 @@ def describe(layer: Any) -> Described:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Address of the numbers of a parameter, and of views of it."""
+    """Address of a tensor's storage, which its views share."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _weights(layer: Any) -> Iterator[tuple[str, Tensor]]:
-    """The layer's parameters by name; those of one map in views of it."""
-    if hasattr(layer, "in_proj_qkvz"):  # of each key head: q, k, and v and gate of the heads that it serves
+    """The layer's parameters by their names in a memory; fused projections are split into views."""
+    if hasattr(layer, "in_proj_qkvz"):  # for each key head: q, k, and v and gate of its value heads
         keys, width = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
         values, fused = width * layer.head_v_dim, layer.in_proj_qkvz.weight.unflatten(0, (keys, -1))
         sizes = [layer.head_k_dim, layer.head_k_dim, values, values]
@@ -147,7 +147,7 @@ def _weights(layer: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _retention(decay: Any, weights: dict[str, Tensor], *, channels: bool) -> dict[str, Any]:
-    """The decay of a layer, or of its forget gate: bounded below by a number of one name or the other."""
+    """The retention of a layer, or of its forget gate, which may have a lower bound under one of two names."""
     lowest = getattr(decay, "safe_gate_lower_bound", None)
     if getattr(decay, "safe_gate", False):
         lowest = decay.lower_bound
@@ -170,17 +170,18 @@ def _places(memory: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def from_layer(layer: Any) -> Memory:
-    """A memory with a layer's function and weights: a copy, in its dtype, on its device, and frozen where the layer is.
-    [HF-LAYER-D1]
+    """A memory that computes the same function as a layer: a copy of its weights, with the same dtype, device and
+    frozen parameters. [HF-LAYER-D1]
 
         memory = hecate.hf.from_layer(model.model.layers[0].linear_attn)    # Qwen3-Next, 3.5, 4, OLMo hybrid, Kimi ...
         y, state = memory(x)
 
-    Layers of transformers, adopted or not, of the gated delta rule and KDA. The memory is hecate's in every respect:
-    its rule can be another than the layer's can be (`upgrade`), and it stands in levels, compositions and models.
+    It takes layers of transformers, adopted or not, of the gated delta rule and KDA. The result is an ordinary
+    `hecate.nn.Memory`: it can get a richer rule than such a layer can have (`upgrade`), and be used in levels,
+    compositions and models.
 
     Raises:
-        TypeError: no torch module.
+        TypeError: not a torch module.
         ConfigError: another layer; weights that are quantised, on meta, adapted, or that a memory has no place for;
             a hidden_act other than silu; an output gate other than silu and sigmoid.
     """
@@ -189,11 +190,11 @@ def from_layer(layer: Any) -> Memory:
     place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "learned_initial": False}
     memory: Any = Memory(config=config, generator=torch.Generator().manual_seed(0), **sizes, **place)
     for owner, name, of in ((memory.gates.retain, "rate", "rate"), (memory.gates.bias, "retain", "bias")):
-        wide = torch.promote_types(like.dtype, weights[of].dtype)  # which models keep in float32
+        wide = torch.promote_types(like.dtype, weights[of].dtype)  # models may keep these in float32
         setattr(owner, name, nn.Parameter(getattr(owner, name).to(wide)))
     places = _places(memory)
     for name, place_of in places.items():
-        weight = weights[name].flip(-1) if name == "conv" else weights[name]  # the last tap is of the token itself
+        weight = weights[name].flip(-1) if name == "conv" else weights[name]  # the layer's last tap is the token's own
         place_of.copy_(weight.reshape(place_of.shape))
     trained = {_storage(p) for p in layer.parameters() if p.requires_grad}
     learned = {_storage(places[name]) for name, weight in weights.items() if _storage(weight) in trained}
@@ -204,14 +205,14 @@ def from_layer(layer: Any) -> Memory:
 
 @torch.no_grad()
 def to_layer(memory: Memory, layer: Any) -> Any:
-    """Writes a memory's weights into a layer of transformers, in place; the layer. [HF-LAYER-D1]
+    """Writes a memory's weights to a layer of transformers, in place; returns the layer. [HF-LAYER-D1]
 
-    Bit by bit the way back of `from_layer`, after whatever training. Nothing is written where something has no place.
+    It is the exact inverse of `from_layer`, also after training. If anything does not fit, nothing is written.
 
     Raises:
-        TypeError: no memory, or no layer.
+        TypeError: not a memory, or not a layer.
         ConfigError: a rule, size, eps, gate or other option that is not the layer's, by name; a learned initial memory;
-            a feature memory, projected queries or learned firing; weights of more digits than the layer's.
+            a feature memory, projected queries or learned firing; weights of a wider dtype than the layer's.
     """
     if type(memory) is not Memory:
         raise TypeError(f"to_layer takes a hecate.nn.Memory, got a {type(memory).__name__}")
@@ -243,7 +244,7 @@ def to_layer(memory: Memory, layer: Any) -> Any:
 
 
 def _apart(memory: Memory, config: MemoryConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Settings of a memory's layer and of a config, by path: those that change a layer's function."""
+    """The settings that affect a layer's function, by path, with their values in a memory and in a config."""
 
     def flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
@@ -258,18 +259,18 @@ def _apart(memory: Memory, config: MemoryConfig) -> Iterator[tuple[str, Any, Any
         options["key_heads"] = options["key_heads"] or memory.heads
         settings.append(dict(flat("", {**rule.model_dump(exclude=_ASIDE), "layer_options": options})))
     for path in dict.fromkeys([*settings[1], *settings[0]]):
-        if path not in ("retention.retain", "algorithm.lr_start"):  # of scans without gates, and of fresh layers
+        if path not in ("retention.retain", "algorithm.lr_start"):  # only for scans without gates, and for new layers
             yield path, settings[0].get(path), settings[1].get(path)
 
 
-# The state of a layer in the middle of a sentence.
+# The state of a layer between calls.
 
 
 def from_cache(cache: Any, index: int) -> LayerState:
-    """The state of layer `index` in a cache of transformers, as `from_layer`'s memory goes on from it. [HF-LAYER-D2]
+    """The state of layer `index` in a cache of transformers, as a state for `from_layer`'s memory. [HF-LAYER-D2]
 
     Raises:
-        ConfigError: no number, or a layer of the cache without the state of a linear layer.
+        ConfigError: an index that is not a number, or a cache layer without the state of a linear layer.
     """
     layer = _linear_layer(cache, index)
     if not any(layer.has_previous_state.values()) or layer.recurrent_states.get(0) is None:
@@ -281,10 +282,11 @@ def from_cache(cache: Any, index: int) -> LayerState:
 
 
 def to_cache(state: LayerState, cache: Any, index: int) -> None:
-    """Writes the state of `from_layer`'s memory into layer `index` of a cache of transformers. [HF-LAYER-D2]
+    """Writes the state of `from_layer`'s memory to layer `index` of a cache of transformers. [HF-LAYER-D2]
 
     Raises:
-        ConfigError: no number; a layer of the cache without the state of a linear layer; documents in the convolution.
+        ConfigError: an index that is not a number; a cache layer that is not for linear layers; several documents in
+            the convolution's state.
         ShapeError: a state of another rule, of other sizes or of another batch.
     """
     layer, memory = _linear_layer(cache, index), state.memory
@@ -292,7 +294,7 @@ def to_cache(state: LayerState, cache: Any, index: int) -> None:
         raise ShapeError("the state is not that of a gated delta rule's or KDA's layer, with its convolution")
     if state.conv_segment is not None:
         raise ConfigError("the convolution holds several documents, which a cache cannot tell apart")
-    conv = nn.functional.pad(state.conv.mT, (1, 0))  # a tap more than the next token reaches back to
+    conv = nn.functional.pad(state.conv.mT, (1, 0))  # a cache has one more tap than the next token needs
     weight = memory.memory["weight"].mT.contiguous()
     if not layer.is_conv_states_initialized[0]:
         layer.lazy_initialization(conv_states=conv)
@@ -318,27 +320,27 @@ def _linear_layer(cache: Any, index: int) -> Any:
 
 
 Returns = Literal["attention", "fla", "output"]
-CLOSE = 8  # units in the last place of the largest logit, by which rounding may differ between documents' neighbours
+CLOSE = 8  # tolerance in units in the last place of the largest logit, for rounding that depends on the neighbours
 
-FAULTS = {  # of a model, by the mask that it does not keep to
+FAULTS = {  # faults of a model, by the mask that it does not respect
     "reset_mask": "takes the documents of a row for one",
     "write_mask": "goes on from padding otherwise than from the row alone",
 }
 
 
 class AsLayer(nn.Module):
-    """A layer of hecate in the place of an attention or a linear layer of transformers or fla. [HF-CALL-D1]
+    """A layer of hecate for use in place of an attention or a linear layer of transformers or fla. [HF-CALL-D1]
 
         block.self_attn = AsLayer(Memory(256, heads=4, config="titans"), layer_idx=3)
         y, _ = block.self_attn(hidden_states=x, attention_mask=padding, past_key_values=cache)
 
-    Positions are not looked at. The state lies in layer `layer_idx` of the cache, a `StateLayer`, which it makes of one
-    that is empty.
+    Positions are ignored. The state is in layer `layer_idx` of the cache, a `StateLayer`, which replaces an empty
+    layer.
 
     Args:
         layer: `(x, state=None, *, write_mask, reset_mask) -> (y, state)`: `Memory`, `CMS`, compositions, blocks.
-        layer_idx: its number in the model, from 0.
-        returns: "attention" (y, None), as attention of transformers; "fla" (y, None, cache); "output" y.
+        layer_idx: the layer's number in the model, from 0.
+        returns: "attention" for (y, None), as attention of transformers; "fla" for (y, None, cache); "output" for y.
     """
 
     def __init__(self, layer: nn.Module, layer_idx: int = 0, returns: Returns = "attention") -> None:
@@ -355,13 +357,12 @@ class AsLayer(nn.Module):
         cache_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """hidden_states `[B, T, d_model]`, attention_mask `[B, T]` or of all tokens so far, 0 where there is padding;
-        documents of a row by `cu_seqlens`, `cu_seq_lens_q` or `seq_idx`; other keywords say nothing to a memory.
+        """Output for hidden_states `[B, T, d_model]`. attention_mask is `[B, T]`, or of all tokens so far, 0 at
+        padding; documents in a row are given by `cu_seqlens`, `cu_seq_lens_q` or `seq_idx`; other keywords are ignored.
 
         Raises:
-            ShapeError: a mask over keys, which does not say what is padding.
-            ConfigError: attention weights are asked for; documents in a cached row; a layer of the cache that holds
-                something else.
+            ShapeError: a mask over keys, which does not show the padding.
+            ConfigError: attention weights are asked for; documents in a cached row; a cache layer with other content.
         """
         if kwargs.get("output_attentions"):
             raise ConfigError("output_attentions: a memory has no attention weights; leave it out")
@@ -396,9 +397,9 @@ class AsLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Read:
-    """State of an `AsModel`: the cache of transformers, None where a document ended within the row, which nothing can
-    follow; how many tokens it has read, and which of them `[B, T]` are there, None if all. No pytree: a cache is one
-    thing."""
+    """State of an `AsModel`: the cache of transformers, None after a row of several documents, which cannot be
+    continued; the number of tokens read; and which of them `[B, T]` are not padding, None if all. Not a pytree: the
+    cache is treated as a whole."""
 
     cache: Any
     count: int
@@ -406,19 +407,20 @@ class Read:
 
 
 class AsModel(nn.Module):
-    """A causal model of transformers called as a `LanguageModel` is: `(tokens, state) -> (logits, state)`. [HF-RUN-D1]
+    """A causal model of transformers with the interface of a `LanguageModel`: `(tokens, state) -> (logits, state)`.
+    [HF-RUN-D1]
 
         model = AutoModelForCausalLM.from_pretrained(folder)
         hecate.hf.adopt(model)
         run_experiment(config, "runs/tuned", model=AsModel(model))  # resume=True goes on after a stop
         hecate.hf.save(model, "tuned")
 
-    It is trained in place, adopted, upgraded, grafted, with LoRA of peft or as it is; parameters that are frozen stay
-    so. Documents of a row are told to it by positions that begin again. Whether a model keeps them apart, and goes on
-    from padding, it is asked with a few tokens when this is first needed.
+    The model is trained in place; it may be adopted, upgraded, grafted, have LoRA adapters of peft, or be unchanged.
+    Frozen parameters stay frozen. Documents in a row are passed to it as positions that start again. Whether the model
+    keeps documents apart, and handles padding, is tested on a few tokens when it is first needed.
 
     Args:
-        model: of `AutoModelForCausalLM`, with its weights.
+        model: a model of `AutoModelForCausalLM`, with its weights.
 
     Raises:
         TypeError: anything else.
@@ -443,13 +445,13 @@ class AsModel(nn.Module):
         self, tokens: Tensor, state: Read | None = None, *, write_mask: Tensor | None = None,
         reset_mask: Tensor | None = None,
     ) -> tuple[Tensor, Read | None]:  # fmt: skip
-        """Logits `[B, T, vocab]`, and the state after the last token: a cache of its own for every call, None where
-        gradients are recorded. Masks are bool `[B, T]`: `write_mask` is False at padding, which stands in front,
-        `reset_mask` True where a document begins.
+        """Logits `[B, T, vocab]`, and the state after the last token: a new cache for every call, or None while
+        gradients are recorded. Masks are bool `[B, T]`: `write_mask` is False at padding, which must be in front;
+        `reset_mask` is True where a document begins.
 
         Raises:
-            ConfigError: documents in a row of a model that would mix them, or behind a state; padding of a model that
-                would not go on as the row alone; a model without a cache.
+            ConfigError: documents in a row of a model that would mix them, or after a state; padding with a model whose
+                results would depend on it; a model without a cache.
             ShapeError: padding between tokens, or tokens outside the vocabulary.
         """
         arguments: dict[str, Any] = {}
@@ -475,7 +477,7 @@ class AsModel(nn.Module):
             arguments = {"position_ids": places_of(reset_mask)}
         keeps = not (apart or torch.is_grad_enabled())
         if state is not None:
-            arguments[self.past] = copy.deepcopy(state.cache)  # which the call writes into
+            arguments[self.past] = copy.deepcopy(state.cache)  # the call changes its cache
         try:
             output = self.model(input_ids=tokens, use_cache=keeps, **arguments)
         except IndexError as error:  # on the CPU, as in `LanguageModel.embedded`
@@ -492,12 +494,12 @@ class AsModel(nn.Module):
         return type(self.config).__name__.removesuffix("Config")
 
     def _expect(self, mask: str) -> None:
-        """Refuses a mask that the model does not keep to, by a few tokens of its own."""
+        """Refuses a mask that the model does not respect, as tested once on a few tokens."""
         if mask not in self._found:
             try:
                 with self._evaluation():
                     self._found[mask] = self._keeps_apart() if mask == "reset_mask" else self._goes_on()
-            except (RuntimeError, ValueError, AttributeError, LookupError, TypeError):  # what transformers says of it
+            except (RuntimeError, ValueError, AttributeError, LookupError, TypeError):  # transformers refuses it
                 self._found[mask] = False
         if not self._found[mask]:
             raise ConfigError(
@@ -507,7 +509,8 @@ class AsModel(nn.Module):
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        """The model without dropout and gradients, and without a warning of what is then refused."""
+        """Context with the model in evaluation mode, without gradients, and without warnings, as the result says
+        enough."""
         modes = {part: part.training for part in self.model.modules()}
         try:
             self.model.eval()
@@ -524,7 +527,7 @@ class AsModel(nn.Module):
         return torch.tensor(rows, device=embedding.weight.device) % embedding.num_embeddings
 
     def _keeps_apart(self) -> bool:
-        """True if the second document of a row shows nothing of the first."""
+        """True if the logits of the second document in a row do not depend on the first."""
         rows = self._few([1, 2, 3, 4, 5, 6, 1, 3, 5, 2], [6, 5, 4, 1, 2, 2, 1, 3, 5, 2])
         starts = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)
         starts[:, [0, 6]] = True
@@ -532,12 +535,12 @@ class AsModel(nn.Module):
         return bool((one - two).abs().max() <= CLOSE * torch.finfo(one.dtype).eps * one.abs().max())
 
     def _goes_on(self) -> bool:
-        """True if a padded row, and a token after it, are what the row alone is."""
-        self._found["write_mask"] = True  # while it is asked
+        """True if a padded row, and a token after it, have the same logits as without padding."""
+        self._found["write_mask"] = True  # during the test, which calls forward
         row, more = self._few([1, 2, 3, 4, 5]), self._few([6])
         there = torch.arange(8, device=row.device)[None] >= 3
         padded, state = self.forward(torch.cat([row[:, :3], row], 1), write_mask=there)
         alone, other = self.forward(row)
         pairs = (padded[:, 3:], alone), (self.forward(more, state)[0], self.forward(more, other)[0])
-        # Sums are in another order, whose rounding grows from layer to layer: half of the digits have to agree.
+        # Sums are in another order, and rounding errors grow with every layer, so only half of the digits must agree.
         return all(bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** 0.5 * b.abs().max()) for a, b in pairs)

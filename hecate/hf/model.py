@@ -1,5 +1,5 @@
-"""A `LanguageModel` of hecate and its config as transformers keeps, calls, saves and trains one: `HecateConfig`,
-`HecateModel` and `HecateForCausalLM`."""
+"""A `LanguageModel` of hecate and its config as a model and a config of transformers: `HecateConfig`, `HecateModel` and
+`HecateForCausalLM`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from hecate.checks import check_room
+from hecate.checks import check_room, expect, expect_tokens
 from hecate.errors import ConfigError, Problem, install_line, shorten
 from hecate.files import make_folder, refusing, write_file
 from hecate.hf.cache import (
@@ -36,7 +36,8 @@ from hecate.nn.parameters import redraw
 from hecate.serve import Request, Scheduler
 
 REMOTE = "modeling_hecate"
-# What stands in `try` is not what transformers tells to install by its name, which is another project's on the index.
+# transformers does not check imports inside `try`; for others it says to install the package of that name, and `hecate`
+# on the package index is another project.
 REMOTE_CODE = f"""try:
     from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel
 except ModuleNotFoundError as error:
@@ -49,9 +50,9 @@ ALIASES = {
     "hidden_size": "d_model", "num_hidden_layers": "layers", "num_attention_heads": "heads",
     "tie_word_embeddings": "tie_embeddings",
 }  # fmt: skip
-"""Fields of a `LanguageModelConfig` by the names that transformers has for them."""
+"""Fields of a `LanguageModelConfig` by transformers' names for them."""
 _FIELDS = {**{name: name for name in LanguageModelConfig.model_fields}, **ALIASES}
-# What transformers takes of any config beside the fields of `PreTrainedConfig`.
+# Further arguments that transformers accepts in any config, besides the fields of `PreTrainedConfig`.
 _THEIRS = frozenset({
     "attn_implementation", "bos_token_id", "eos_token_id", "experts_implementation", "model_type", "name_or_path",
     "num_labels", "output_attentions", "pad_token_id", "quantization_config", "sep_token_id", "torch_dtype",
@@ -59,24 +60,24 @@ _THEIRS = frozenset({
 
 
 class HecateConfig(PreTrainedConfig):
-    """A `LanguageModelConfig` under `model`, whole, and what transformers asks of any config. [HF-CONFIG-D1]
+    """A config of transformers with a complete `LanguageModelConfig` in its field `model`. [HF-CONFIG-D1]
 
         HecateConfig(vocab_size=256, hidden_size=512, num_hidden_layers=8, memory="titans")
 
-    Every field of the model, and transformers' name of it, is read from `model`, so that none can differ from it; to
-    set one changes that field alone. No `layer_types`: of layers that are all linear transformers knows no length, and
-    `generate` asks for one.
+    Every field of the model, also under transformers' name, is an attribute that reads from `model`, so that none can
+    disagree with it; setting one changes that field. There are no `layer_types`: if all layers are linear, transformers
+    knows no length, which `generate` needs.
 
     Args:
-        model: a `LanguageModelConfig`, or its fields; None is that of bytes with every default.
-        use_cache: whether a call that is not told returns its state.
+        model: a `LanguageModelConfig`, or its fields; None means 256 tokens and defaults.
+        use_cache: whether calls return their state by default.
         kwargs: fields of `LanguageModelConfig` in place of `model`, by their names or as `hidden_size`,
-            `num_hidden_layers`, `num_attention_heads` and `tie_word_embeddings`; any field of transformers' own, such
-            as `dtype` or `eos_token_id`.
+            `num_hidden_layers`, `num_attention_heads` and `tie_word_embeddings`; and any field of transformers' own,
+            such as `dtype` or `eos_token_id`.
 
     Raises:
-        ConfigError: what `LanguageModelConfig` refuses, by its path, a name that is no field's, two names of a field
-            that disagree, or a model without `vocab_size`.
+        ConfigError: anything that `LanguageModelConfig` refuses, by its path; an unknown name; two names of the same
+            field that disagree; a model without `vocab_size`.
     """
 
     model_type: ClassVar[str] = "hecate"
@@ -86,9 +87,9 @@ class HecateConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Checks `model` and keeps it as plain values."""
+        """Validates `model` and stores it as plain values."""
         kwargs.pop("auto_map", None)
-        # A file that transformers has written may have attributes of anybody's; a caller meant a field by every name.
+        # A file written by transformers may have any attributes; if a caller gives a name, it must be a field.
         others = _THEIRS if self.transformers_version is None else kwargs.keys() - _FIELDS.keys()
         named = {name: kwargs.pop(name) for name in sorted(kwargs.keys() - others, key=lambda n: (n in ALIASES, n))}
         self._set(self.model, named)
@@ -100,7 +101,7 @@ class HecateConfig(PreTrainedConfig):
         return LanguageModelConfig.model_validate(self.model)
 
     def _set(self, model: LanguageModelConfig | Mapping[str, Any] | None, named: Mapping[str, Any]) -> None:
-        """Takes a model, or without one its fields by name; beside a model a field repeats what it says."""
+        """Sets `model` from a model, or without one from fields by name; fields beside a model must agree with it."""
         words: dict[str, str] = {}
         for name, value in named.items():
             field = ALIASES.get(name, name)
@@ -128,11 +129,12 @@ class HecateConfig(PreTrainedConfig):
         self.model = config.model_dump(mode="json")
 
     def to_dict(self) -> dict[str, Any]:
-        """As of any config, with the sizes under the names by which other programs ask for them."""
+        """The config as a dict, including sizes under the names that other programs use."""
         return {**super().to_dict(), **{name: self.model[_FIELDS[name]] for name in ("vocab_size", *ALIASES)}}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Writes `config.json`, and beside it the lines that are the model's code to others. [HF-REMOTE-D1]"""
+        """Writes `config.json`, and beside it the file with which transformers finds the model's code.
+        [HF-REMOTE-D1]"""
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in _CLASSES.items()}
         folder = Path(save_directory)
         with refusing(f"write {folder}", "choose another folder"):
@@ -142,7 +144,7 @@ class HecateConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing is left to do: every folder that is written names its classes."""
+        """Does nothing: every folder that is written names its classes."""
 
 
 def _plain(model: LanguageModelConfig | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -150,7 +152,7 @@ def _plain(model: LanguageModelConfig | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _field(name: str, field: str) -> property:
-    """A field of the model, as transformers may set one of its own."""
+    """A property that reads and sets a field of the model under a name."""
 
     def get(self: HecateConfig) -> Any:
         return self.model[field]
@@ -170,10 +172,11 @@ for _name, _of in _FIELDS.items():
 # The models.
 
 _LOG = logging.get_logger(__name__)
-# What callers add to any model, and that says nothing to this one.
+# Arguments that callers pass to any model, and that have no effect here.
 _UNREAD = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"})
 _OF_LOSS = frozenset({"num_items_in_batch", "shift_labels"})
-# What of a GenerationConfig is read here, and what says nothing of tokens; anything else that is set is refused.
+# Settings of a GenerationConfig that are used here, and those that do not affect tokens; any other that is set is
+# refused.
 _READ = {"max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id"}
 _SILENT = {
     "pad_token_id", "bos_token_id", "use_cache", "transformers_version", "disable_compile", "is_assistant",
@@ -182,7 +185,7 @@ _SILENT = {
 
 
 class HecateBlock(GradientCheckpointingLayer, MemoryBlock):
-    """A block that transformers can run again in the backward pass instead of keeping what it computed."""
+    """A block with gradient checkpointing by transformers: recomputed in the backward pass instead of stored."""
 
 
 class _Blocks(LanguageModel):
@@ -190,13 +193,13 @@ class _Blocks(LanguageModel):
 
 
 def _check_room(config: HecateConfig, each: int) -> None:
-    """Refuses a model whose parameters, of so many bytes each, this machine cannot hold."""
+    """Refuses a model whose parameters, with `each` bytes per number, this machine cannot hold."""
     count = parameters_of(config.language_model)
     check_room(each * count, f"model: has {count:,} parameters", "lower d_model or layers, or take a larger machine")
 
 
 class HecatePreTrainedModel(PreTrainedModel):
-    """Base of both models: their settings for transformers."""
+    """Base of both models, with their settings for transformers."""
 
     config_class = HecateConfig
     base_model_prefix = "model"
@@ -205,11 +208,11 @@ class HecatePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        super()._initialize_weights(module, False)  # else modules without parameters of their own are left out
+        super()._initialize_weights(module, False)  # True would skip modules without parameters of their own
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws what a checkpoint lacks as hecate draws it, and nothing that is there."""
+        """Initialises weights that a checkpoint lacks as hecate does, and leaves all others."""
         if isinstance(module, LanguageModel):
             named = [*module.named_parameters(), *module.named_buffers()]
             missing = [name for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)]
@@ -224,8 +227,8 @@ class HecatePreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, config: Any = None, **kwargs: Any
     ) -> Any:
-        """As any model of transformers; a folder may claim any size, so what this machine cannot hold is refused ahead
-        of its weights, unless they go to several devices or are quantised."""
+        """Loads a model as transformers does. The config of a folder may claim any size, so a model that this machine
+        cannot hold is refused before its weights are read, unless it is dispatched to devices or quantised."""
         name = pretrained_model_name_or_path
         if config is None and os.path.isdir(name):  # noqa: PTH112 - a name of the hub may be no path
             config = cls.config_class.from_pretrained(name)
@@ -235,16 +238,16 @@ class HecatePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing is left to do: every folder that is written names its classes."""
+        """Does nothing: every folder that is written names its classes."""
 
 
 class HecateModel(HecatePreTrainedModel):
-    """The blocks and the last norm: tokens `[B, T]` to hidden states `[B, T, d_model]`. [HF-MODEL-D1]
+    """Embedding, blocks and final norm: tokens `[B, T]` to hidden states `[B, T, d_model]`. [HF-MODEL-D1]
 
-    `lm` is the `LanguageModel` itself, with the names of its parameters, and all that hecate does with one.
+    `lm` is the `LanguageModel` itself, with its parameter names, for everything that hecate does with one.
 
     Args:
-        config: drawn from torch's default generator where no weights are loaded.
+        config: config of the model; weights that are not loaded are drawn from torch's default generator.
     """
 
     def __init__(self, config: HecateConfig) -> None:
@@ -254,17 +257,17 @@ class HecateModel(HecatePreTrainedModel):
         self.lm = _Blocks(config.language_model)
         for layer in self.lm.modules():
             if isinstance(layer, ShortConv):
-                layer.inert = True  # padding may stand anywhere
+                layer.inert = True  # padding may be anywhere in a row
         for tensor in self.lm.state_dict(keep_vars=True).values():
             tensor._is_hf_initialized = not tensor.is_meta
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
+        """The embedding layer."""
         return self.lm.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Takes another embedding, of a vocabulary of its size."""
+        """Replaces the embedding; its size becomes the vocabulary's."""
         self.lm.embedding = value
         self.lm.config = self.lm.config.model_copy(update={"vocab_size": value.num_embeddings})
 
@@ -285,15 +288,20 @@ class HecateModel(HecatePreTrainedModel):
 
         Args:
             input_ids: `[B, T]`; or `inputs_embeds`, rows of the embedding `[B, T, d_model]`.
-            attention_mask: `[B, T]`, or of all tokens so far; what is 0 is padding, and read and written by none.
-            position_ids: `[B, T]`; a 0 that follows other tokens begins another document in the row.
-            past_key_values: the states of earlier tokens; those of these tokens are added to it.
-            use_cache: whether to make a cache if none is given; None, as the config says, but not in training. With
-                gradient checkpointing in training none is made, which is warned of once.
-            cu_seq_lens_q: `[N + 1]`, where the documents of one row begin, and its length.
+            attention_mask: `[B, T]`, or of all tokens so far; 0 at padding, which is neither read nor written.
+            position_ids: `[B, T]`; a 0 after other tokens begins another document in the row, and without
+                attention_mask so does any step other than 1.
+            past_key_values: the cache with the states after earlier tokens; it is updated.
+            use_cache: whether to make a cache if none is given; None means as in the config, but not in training. With
+                gradient checkpointing in training no cache is made, with a warning.
+            cu_seq_lens_q: `[N + 1]`, the positions at which the documents of a single row begin, and its length.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ConfigError("give either input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            expect_tokens(input_ids, "input_ids")
+        else:
+            expect(inputs_embeds, "B T d_model", name="inputs_embeds")
         _check_known(kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -319,7 +327,7 @@ class HecateModel(HecatePreTrainedModel):
         starts = document_starts(position_ids, cu_seq_lens_q, written, inputs.shape[:2], past)
         if inputs_embeds is not None:
             x = self.lm.scaled(inputs_embeds)
-        else:  # a tokenizer's padding may be no token of the model
+        else:  # the padding token of a tokenizer may be outside the model's vocabulary
             x = self.lm.embedded(inputs if written is None else inputs.masked_fill(~written, 0))
         hidden_states = []
         for index, block in enumerate(self.lm.blocks):
@@ -344,18 +352,18 @@ def _check_known(kwargs: dict[str, Any]) -> None:
 
 
 class TiedHead(nn.Module):
-    """The output layer where it is the embedding's weights: among the model's layers, where peft looks for it, without
-    weights of its own, and no `nn.Linear`, which tools would adapt or quantise apart from the embedding."""
+    """The output layer if it is tied to the embedding: a module that peft can find, without weights of its own, and not
+    an `nn.Linear`, which tools would adapt or quantise separately from the embedding."""
 
     bias: None = None
 
     def __init__(self, lm: LanguageModel) -> None:
         super().__init__()
-        self._lm = (lm,)  # the tuple keeps it from being a layer of this one
+        self._lm = (lm,)  # in a tuple, so that it is not registered as a submodule
 
     @property
     def weight(self) -> Tensor:
-        """The embedding's, whichever the model has by now."""
+        """The weight of the model's current embedding."""
         return self._lm[0].embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -366,8 +374,8 @@ class TiedHead(nn.Module):
 class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
     """`HecateModel` with the output layer and a loss. [HF-LM-D1]
 
-    The output layer is the embedding's weights where `model.tie_embeddings` is true, else the head of the
-    `LanguageModel`: either way the names and shapes are `model.lm.` and those of that model.
+    The output layer uses the embedding's weights if `model.tie_embeddings` is true, else the head of the
+    `LanguageModel`. Parameters have that model's names, with `model.lm.` in front.
     """
 
     continuous_batching_context_manager = no_continuous_batching
@@ -380,7 +388,7 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
 
     @classmethod
     def of(cls, model: LanguageModel) -> Self:
-        """A copy of a language model, with its weights and their dtypes."""
+        """A model of transformers with copies of a language model's weights, in their dtypes."""
         with torch.device("meta"):
             wrapper = cls(HecateConfig(model=model.config))
         copied = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -389,7 +397,8 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
 
     @property
     def init_continuous_batching(self) -> NoReturn:
-        """Not there: programs that ask for it by `hasattr` then batch by `generate`. `generate_batch` is."""
+        """Not available, so that programs that test for it with `hasattr` use `generate` instead. `generate_batch`
+        is available."""
         raise AttributeError("init_continuous_batching")
 
     def generate_batch(
@@ -401,15 +410,15 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         seed: int = 0,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Continues prompts of any lengths, `max_batch` at once, each as `generate` alone does; `GenerationOutput` by
-        "req_0", "req_1", ... [HF-GEN-D3]
+        """Continues prompts of any lengths, `max_batch` at a time, each as `generate` would alone; returns
+        `GenerationOutput`s by "req_0", "req_1", ... [HF-GEN-D3]
 
         Args:
             inputs: tokens of each prompt.
-            generation_config, kwargs: lengths, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`; a setting
-                that is not known here is refused. `progress_bar` and `warmup` say nothing.
-            max_batch: a power of two.
-            seed: of the draws; each prompt has draws of its own.
+            generation_config, kwargs: lengths, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`; other
+                settings are refused. `progress_bar` and `warmup` have no effect.
+            max_batch: number of prompts at a time, a power of two.
+            seed: seed of the draws; each prompt has its own generator.
         """
         for name in ("progress_bar", "warmup"):
             kwargs.pop(name, None)
@@ -419,14 +428,14 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         return generate_batch(self.model.lm, inputs, config, max_batch=max_batch, seed=seed)
 
     def new_cache(self) -> Cache:
-        """An empty cache that `activate_past_recording` can be called of ahead of the first token; a `DynamicCache()`
-        has no layers then, and forgets it."""
+        """An empty cache on which `activate_past_recording` can be called before the first token; a `DynamicCache()`
+        has no layers yet, so that the call would have no effect."""
         return Cache(layers=[StateLayer() for _ in self.model.lm.blocks])
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """The layers of states stand in the cache from the start, so that it records what it is told to."""
+        """Puts layers for states into the cache from the start, so that they can be told to record."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, Cache):
@@ -435,14 +444,14 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """An assistant is given the mask of the model it drafts for, unless that has no padding: then nor has this one,
-        though a token of the text be that of the padding."""
+        """The attention mask. An assistant gets the mask of the main model; if it gets none, there is no padding, even
+        if the padding token occurs in the text."""
         if getattr(generation_config, "is_assistant", False):
             return torch.ones(inputs_tensor.shape[:2], dtype=torch.int64, device=inputs_tensor.device)
         return super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
 
     def get_output_embeddings(self) -> Any:
-        """The output layer; where it is the embedding's weights, a view of them."""
+        """The output layer; if it is tied, a `TiedHead`."""
         return self.model.lm.head if self.tied_head is None else self.tied_head
 
     def _get_resized_lm_head(self, old_lm_head: nn.Linear | TiedHead, *args: Any, **kwargs: Any) -> Any:
@@ -451,7 +460,8 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         return super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
 
     def set_output_embeddings(self, value: Any) -> None:
-        """Takes another output layer; `ConfigError` where it is the embedding's weights and this one is not."""
+        """Replaces the output layer; `ConfigError` if it is tied and the new one does not share the embedding's
+        weights."""
         lm = self.model.lm
         if lm.head is not None:
             lm.head = value
@@ -473,17 +483,17 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits `[B, T, vocab]` of the next tokens, and their loss. Arguments are as of `HecateModel`, and:
+        """Logits `[B, T, vocab]` of the next tokens, and their loss. Arguments are those of `HecateModel`, and:
 
         Args:
-            labels: `[B, T]`, the tokens themselves; -100 where none is asked.
-            logits_to_keep: the last so many positions alone, or these; 0 for all.
-            kwargs: `num_items_in_batch`, what the sum of losses is divided by; `shift_labels` in place of `labels`, the
-                token that follows each.
+            labels: `[B, T]`, the tokens themselves; -100 where there is no label.
+            logits_to_keep: number of last positions with logits, or indices of positions; 0 for all.
+            kwargs: `num_items_in_batch`, the divisor of the sum of losses; `shift_labels` in place of `labels`, the
+                token after each.
         """
         of_loss = {name: kwargs.pop(name) for name in _OF_LOSS & kwargs.keys()}
         if isinstance(past_key_values, Cache) and isinstance(logits_to_keep, int):
-            for layer in past_key_values.layers:  # all but the first of these may be a draft
+            for layer in past_key_values.layers:  # all of these positions except the first may be a draft
                 if isinstance(layer, StateLayer) and layer.record_past:
                     layer.activate_past_recording(logits_to_keep)
         base = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
@@ -502,17 +512,18 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
 def generate_batch(
     model: Any, inputs: Sequence[Sequence[int]], config: GenerationConfig, *, max_batch: int = 16, seed: int = 0
 ) -> dict[str, GenerationOutput]:
-    """Continuations of every prompt as `generate` makes them; one that fails says why in `error`. [HF-GEN-D3]
+    """Continuations of every prompt, the same as those of `generate`; a failed one has the reason in `error`.
+    [HF-GEN-D3]
 
     Args:
         model: a `LanguageModel`.
         inputs: tokens of each prompt.
-        config: with the settings of transformers filled in; those that change tokens in a way not known are refused.
-        max_batch: prompts at once, a power of two.
-        seed: of the draws of the first prompt, one more for each that follows.
+        config: with defaults of transformers filled in; settings that would affect tokens in other ways are refused.
+        max_batch: number of prompts at a time, a power of two.
+        seed: seed of the first prompt's draws; each further prompt has the next number.
 
     Raises:
-        ConfigError: a prompt without tokens, or a setting that is not known here.
+        ConfigError: a prompt without tokens, or a setting that is not supported here.
     """
     plain = GenerationConfig()
     plain.update(**plain._get_default_generation_params())

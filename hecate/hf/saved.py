@@ -1,5 +1,5 @@
-"""Folders of transformers: a run's model and tokenizer written as one, with the same ids; changed models, adopted,
-upgraded or grafted, by `save` and `load`."""
+"""Folders in the format of transformers: export of a run's model and tokenizer, with the same ids; `save` and `load` of
+models that were adopted, upgraded or grafted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from hecate.variant import read_json
 
 
 class Exported(NamedTuple):
-    """A written model: its folder, the step it is of, and whether its tokenizer lies beside it."""
+    """An exported model: its folder, its training step, and whether its tokenizer was written beside it."""
 
     folder: Path
     step: int
@@ -48,13 +48,13 @@ class Exported(NamedTuple):
 
 
 def export_run(run: Path | str, out: Path | str, which: str = "best") -> Exported:
-    """Writes the model of a run, or of a checkpoint folder, into the new folder `out`, complete or not at all:
+    """Writes the model of a run, or of a checkpoint folder, to the new folder `out`, complete or not at all:
     `config.json`, `model.safetensors`, `generation_config.json`, the file for remote code, and the tokenizer of the run
     if it was trained on text. [HF-EXPORT-D1]
 
     Raises:
-        CheckpointError: `run` is none, or `out` cannot be written.
-        ConfigError: what the run has trained is no language model.
+        CheckpointError: `run` is not a run or checkpoint, or `out` cannot be written.
+        ConfigError: the run's model is not a language model.
     """
     out = Path(out)
     expect_free(out, "choose another --out")
@@ -76,11 +76,11 @@ def export_run(run: Path | str, out: Path | str, which: str = "best") -> Exporte
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte of UTF-8 is a token whose id it is; the padding is byte 0. [HF-BYTES-D1]
+    """A tokenizer whose ids are the bytes of UTF-8; the padding is byte 0. [HF-BYTES-D1]
 
-    Any text comes back from its ids. It has no token that ends a text.
+    Any text can be decoded from its ids exactly. There is no token that ends a text.
     """
-    # GPT-2's characters for bytes: printable ones stand for themselves, the others are numbered from 256 on.
+    # GPT-2's characters for bytes: printable bytes are themselves, the others characters from 256 on.
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(BYTES) if byte not in plain]
     names = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -91,8 +91,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def file_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a `tokenizer.json`, with the ids that `hecate train` reads: templates add no tokens, and special
-    ones are not looked for in text. `<|endoftext|>`, where it is there, ends a text and is the padding. [HF-FILE-D1]"""
+    """The tokenizer of a `tokenizer.json`, with the same ids as in `hecate train`: templates add no tokens, and special
+    tokens are not recognised in text. If it has `<|endoftext|>`, that ends a text and is the padding. [HF-FILE-D1]"""
     description = json.loads(text) | {"truncation": None, "padding": None, "post_processor": None}
     backend = Backend.from_str(json.dumps(description))
     end = {} if backend.token_to_id(END) is None else {"eos_token": END, "pad_token": END}
@@ -100,11 +100,10 @@ def file_tokenizer(text: str) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer that lies beside a model of transformers in a folder; None where there is none. No code of the
-    folder runs.
+    """The tokenizer beside a model of transformers in a folder; None if there is none. No code from the folder is run.
 
     Raises:
-        CheckpointError: one that transformers does not open.
+        CheckpointError: a tokenizer that transformers cannot open.
     """
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -118,7 +117,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def tokenizer_of(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The same tokenizer for transformers."""
+    """The tokenizer of transformers with the same ids."""
     if isinstance(tokenizer, FileTokenizer):
         return file_tokenizer(tokenizer.text)
     if not isinstance(tokenizer, Bytes):
@@ -143,17 +142,17 @@ _NAME = re.compile(rf"(?:^|\.)layers\.(\d+)\.self_attn\.{BRANCH}\.(.+)")
 
 
 def save(model: Any, folder: str | Path) -> None:
-    """Writes a model, adopted, upgraded or grafted, into a new folder, complete or not at all. [HF-SAVED-D1]
+    """Writes a model, adopted, upgraded or grafted, to a new folder, complete or not at all. [HF-SAVED-D1]
 
         hecate.hf.save(model, "mine")
         model = hecate.hf.load("mine")
 
-    It is the folder of `save_pretrained` with a config.json that says what was changed, and beside it the weights of
-    what was put in, in hecate.safetensors. Where only kernels were (`adopt`), it is the folder of the official class.
+    It writes the folder of `save_pretrained`, with the changes in config.json, and the weights of added modules in
+    hecate.safetensors. If only kernels were changed (`adopt`), it is the ordinary folder of the official class.
 
     Raises:
-        TypeError: no model of transformers.
-        ConfigError: one that `AutoModelForCausalLM` does not load, or weights sharded over devices or on meta.
+        TypeError: not a model of transformers.
+        ConfigError: a model that `AutoModelForCausalLM` does not load, or weights sharded over devices or on meta.
         CheckpointError: a folder that exists, or cannot be written.
     """
     if not isinstance(model, PreTrainedModel):
@@ -178,26 +177,26 @@ def save(model: Any, folder: str | Path) -> None:
 
 
 def _added_names(model: Any) -> list[str]:
-    """Names of the tensors of upgraded layers and of grafts into MLPs: those that transformers, which gives some names
-    of a model others in a file, writes elsewhere than they are."""
+    """Names of the tensors of upgraded layers and of MLP grafts: transformers renames some tensors of a model when
+    writing, so that these could not be found again."""
     parts = {name: part for name, part in model.named_modules() if isinstance(part, Hosted | Fast)}
     return [f"{name}.{key}" for name, part in parts.items() for key in part.state_dict()]
 
 
 def load(folder: str | Path, *, train: Train = "all", **options: Any) -> Any:
-    """The model of a folder that `save`, `save_pretrained` or Trainer wrote of a changed model: upgraded layers and
-    grafts are there again, with the same bits. [HF-SAVED-D1]
+    """Loads the model of a folder that `save`, `save_pretrained` or Trainer wrote, with its upgraded layers and grafts,
+    with the same bits. [HF-SAVED-D1]
 
-    Kernels are those of transformers: `adopt` it again.
+    Kernels are those of transformers; `adopt` the model again for hecate's.
 
     Args:
-        folder: on disk.
-        train: "memory" freezes all weights but those of grafts; "all" none.
-        options: of `AutoModelForCausalLM.from_pretrained`; weights of memories keep their dtype.
+        folder: a folder on disk.
+        train: "memory" freezes all weights except those of grafts; "all" none.
+        options: options of `AutoModelForCausalLM.from_pretrained`; weights of memories keep their dtype.
 
     Raises:
-        CheckpointError: a folder without a model, or one whose weights do not fit its config, or of a newer version.
-        ConfigError: options that dispatch or quantise the model, which comes first.
+        CheckpointError: a folder without a model, with weights that do not fit its config, or of a newer version.
+        ConfigError: options that dispatch or quantise the model, as memories cannot be added to such a model.
     """
     expect_choice(train, "train", ("memory", "all"))
     for name in ("device_map", "quantization_config", "load_in_4bit", "load_in_8bit"):
@@ -232,7 +231,7 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 
 def _settings(folder: Path, facts: dict[str, Any]) -> tuple[dict[str, HostedConfig], MLPGraftConfig | None]:
-    """Upgraded layers by name, and the graft into MLPs."""
+    """Configs of upgraded layers, by name, and of the MLP graft, from config.json."""
     layers, mlps = facts.get(LAYERS) or {}, facts.get(KEY)
     every = [*(layers.values() if isinstance(layers, dict) else [layers]), *([] if mlps is None else [mlps])]
     if any(not isinstance(fields, dict) or fields.get("version") != 1 for fields in every):
@@ -249,10 +248,10 @@ def _settings(folder: Path, facts: dict[str, Any]) -> tuple[dict[str, HostedConf
 
 
 def _check_all_taken(folder: Path, hosted: Mapping[str, Any], *, graft: bool, mlps: bool) -> None:
-    """Refuses weights of memories that the config does not tell of: the model would be another without a word."""
+    """Refuses weights of memories that the config does not mention, as the model would silently lack them."""
     names: list[str] = []
     for pattern in ("model*.safetensors", _TENSORS):
-        for _ in read_tensors(folder, names.append, pattern):  # which wants none of them
+        for _ in read_tensors(folder, names.append, pattern):  # collects the names, and reads no tensor
             pass
         if pattern != _TENSORS:
             names = [name for name in names if f".{BRANCH}." in name]
@@ -268,7 +267,7 @@ def _check_all_taken(folder: Path, hosted: Mapping[str, Any], *, graft: bool, ml
 
 
 def _host(folder: Path, model: Any, name: str, config: HostedConfig) -> None:
-    """Puts an upgraded layer in the place of the one that the official class has there."""
+    """Replaces a layer of the official class by an upgraded layer, with its weights."""
     parent, _, last = name.rpartition(".")
     try:
         layer, hosted = model.get_submodule(name), Hosted(config.build(), config.layer_idx)
@@ -301,8 +300,8 @@ def _fill_mlps(folder: Path, model: Any, config: MLPGraftConfig) -> None:
 
 
 def _take(folder: Path, part: Any, start: str) -> None:
-    """The tensors of a folder whose names begin so, in their dtypes, as those of a part."""
-    pattern = _TENSORS if (folder / _TENSORS).exists() else "model*.safetensors"  # of save_pretrained, of Trainer
+    """Loads the tensors of a folder whose names begin with `start` into a module, in their dtypes."""
+    pattern = _TENSORS if (folder / _TENSORS).exists() else "model*.safetensors"  # from save_pretrained or Trainer
     pairs = read_tensors(folder, lambda name: name.startswith(start), pattern)
     tensors = {name.removeprefix(start): value for name, value in pairs}
     _check_fit(folder, part, tensors, start)
@@ -312,7 +311,7 @@ def _take(folder: Path, part: Any, start: str) -> None:
 
 
 def _check_fit(folder: Path, part: Any, tensors: Mapping[str, Tensor], start: str) -> None:
-    """Refuses tensors of a folder, whose names begin so, that are not those of a part."""
+    """Refuses tensors that differ from a module's in name or shape, or are not floating point."""
     wanted = part.state_dict()
     for name in sorted(tensors.keys() | wanted.keys()):
         shapes = [list(each[name].shape) if name in each else None for each in (tensors, wanted)]
@@ -329,9 +328,9 @@ def _check_fit(folder: Path, part: Any, tensors: Mapping[str, Tensor], start: st
 
 
 def save_graft(model: Any, folder: str | Path) -> None:
-    """Writes what a graft added, its weights and config, into a new folder, complete or not at all. [HF-GRAFT-D4]
+    """Writes the weights and config of a graft alone to a new folder, complete or not at all. [HF-GRAFT-D4]
 
-    Raises: ConfigError for a model without a graft; CheckpointError where it cannot be written.
+    Raises: ConfigError for a model without a graft; CheckpointError if the folder cannot be written.
     """
     folder, branches = Path(folder), _branches(model)
     tensors = {f"layers.{i}.self_attn.{BRANCH}.{n}": v for i, b in branches.items() for n, v in b.state_dict().items()}
@@ -344,16 +343,17 @@ def save_graft(model: Any, folder: str | Path) -> None:
 
 
 def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory", **options: Any) -> Any:
-    """A model with the graft of a folder.
+    """Loads a model with the graft of a folder.
 
         model = load_graft("whole")                              # of model.save_pretrained
         model = load_graft("graft", model=LlamaForCausalLM(...))  # of save_graft, or of save_pretrained
 
     Args:
-        folder: what `save_pretrained` of a grafted model wrote, or `save_graft`.
-        model: the model to put it into, changed in place; None loads the folder's own.
+        folder: a folder written by `save_pretrained` of a grafted model, or by `save_graft`.
+        model: the model to add the graft to, in place; None loads the folder's own.
         train: as in `graft`.
-        options: of `AutoModelForCausalLM.from_pretrained`, where it is called. Weights of the graft keep their dtype.
+        options: options of `AutoModelForCausalLM.from_pretrained`, only without `model`. Weights of the graft keep
+            their dtype.
 
     Raises:
         CheckpointError: a folder without a graft, or one that does not fit the model.
@@ -381,7 +381,7 @@ def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory"
 
 
 def _branches(model: Any) -> dict[int, Branch]:
-    """The memories of a model by layer, unwrapped."""
+    """The memories of a grafted model by layer; refuses a wrapped model."""
     branches = {module.layer_idx: getattr(module, BRANCH) for module in model.modules() if isinstance(module, Grafted)}
     if not branches:
         raise ConfigError(f"the {type(model).__name__} has no graft; graft it first")
@@ -421,7 +421,7 @@ def _read_tensors(folder: Path) -> dict[int, dict[str, Tensor]]:
 def read_tensors(
     folder: Path, wanted: Callable[[str], Any], pattern: str = "model*.safetensors"
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder whose names are wanted, on the CPU."""
+    """The tensors of a folder's files for whose names `wanted` is true, on the CPU."""
     for path in sorted(folder.glob(pattern)):
         try:
             with safe_open(path, framework="pt") as file:
@@ -431,8 +431,8 @@ def read_tensors(
 
 
 def load_plain(folder: Path, options: Mapping[str, Any], instead: tuple[str, ...] = ()) -> Any:
-    """The folder's model without what hecate added, and without the weights of layers, by the beginnings of their
-    names, that others stand in for."""
+    """Loads a folder's model without hecate's additions; weights whose names begin with one of `instead` may be missing
+    or unexpected, as their layers are replaced afterwards."""
     try:
         with _without_report():
             model, facts = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
@@ -453,7 +453,7 @@ def load_plain(folder: Path, options: Mapping[str, Any], instead: tuple[str, ...
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Without what transformers says of names it does not know, as those of a graft are; `load_plain` looks itself."""
+    """Context without transformers' report of unknown names, such as a graft's; `load_plain` checks names itself."""
 
     def quiet(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()

@@ -1,5 +1,5 @@
-"""A trained model of transformers under a richer rule that starts as the same function: `upgrade`, and `Hosted`, a
-memory in the place of a layer."""
+"""Giving a trained model of transformers a richer rule that starts as the same function: `upgrade`; and `Hosted`, a
+memory in place of a layer."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ Start = Callable[[Memory, Memory], None]
 
 
 HELD = "layer"
-"""The place of a layer's own state in its layer of a cache."""
+"""Key of the state of a `Hosted` memory in its cache layer."""
 
 
 LAYERS = "hecate_layers"
-"""The key of a model's upgraded layers in its config: a `HostedConfig` by the name of each."""
+"""Key of a model's upgraded layers in its config: a mapping from their names to `HostedConfig`s."""
 
 
 class HostedConfig(Config):
-    """Config of a memory in a layer's place: all that is needed to load its weights again."""
+    """Config of a memory in place of a layer: everything needed to load its weights again."""
 
     version: Literal[1] = 1
     memory: MemoryConfig
@@ -59,17 +59,17 @@ class HostedConfig(Config):
     firing: Firing = "always"
 
     def build(self) -> Memory:
-        """The memory, without numbers."""
+        """The memory, on the meta device."""
         how = self.model_dump(include=set(OF_MEMORY))
         return Memory(self.d_model, self.heads, self.memory, name=f"layer {self.layer_idx}", device="meta", **how)
 
 
 OF_MEMORY = ("d_key", "d_value", "conv_kernel", "learned_initial", "firing")
-"""Arguments of `hecate.nn.Memory` in which memories of `from_layer` and `upgrade` differ."""
+"""Arguments of `hecate.nn.Memory` that may differ between memories of `from_layer` and `upgrade`."""
 
 
 def arguments_of(memory: Memory) -> dict[str, Any]:
-    """The `OF_MEMORY` of a memory."""
+    """The values of the arguments `OF_MEMORY` of a memory."""
     learned = next(memory.initial.parameters(), None) is not None
     firing = "learned" if "firing" in memory.gates.starts else "always"
     kernel = 0 if memory.conv is None else memory.conv.kernel
@@ -77,7 +77,7 @@ def arguments_of(memory: Memory) -> dict[str, Any]:
 
 
 def describe_hosted(model: nn.Module) -> None:
-    """Says in the config of a model of transformers which of its layers are memories."""
+    """Writes into the config of a model of transformers which of its layers are memories."""
     for root in [part for part in model.modules() if isinstance(part, PreTrainedModel)][:1]:
         configs = {}
         for name, part in root.named_modules():
@@ -87,15 +87,15 @@ def describe_hosted(model: nn.Module) -> None:
                 configs[name] = config.model_dump(mode="json")
         if configs:
             setattr(root.config, LAYERS, configs)
-        elif hasattr(root.config, LAYERS):  # a config that was another model's
+        elif hasattr(root.config, LAYERS):  # left from another model with this config
             delattr(root.config, LAYERS)
 
 
 class Hosted(Told):
-    """A `hecate.nn.Memory` called as transformers calls its linear layers.
+    """A `hecate.nn.Memory` with the interface of transformers' linear layers.
 
-    Its state lies in the cache's layer for linear attention, which does to it whatever happens to the cache, and takes
-    back what has been recorded.
+    Its state is in the cache's layer for linear attention, which reorders, repeats and resets it with the cache, and
+    can take back recorded tokens.
     """
 
     def __init__(self, memory: Memory, layer_idx: int) -> None:
@@ -105,7 +105,7 @@ class Hosted(Told):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """hidden_states `[B, T, d_model]`; the memory's answers, and its state in the cache."""
+        """The memory's output for hidden_states `[B, T, d_model]`; its state is stored in the cache."""
         masks = masks_of(hidden_states, attention_mask, kwargs, cache_params)
         wide = hidden_states.to(self.memory.out.weight.dtype)
         if cache_params is None:
@@ -115,7 +115,7 @@ class Hosted(Told):
         return y.to(hidden_states.dtype)
 
     def _state_layer(self, cache: Any) -> Any:
-        """The layer of a cache that holds the state."""
+        """The cache layer for the state; refuses one filled before the upgrade."""
         layer = remembering(cache.layers[self.layer_idx])
         if HELD not in layer.memories and any(layer.has_previous_state.values()):
             raise ConfigError(
@@ -129,14 +129,14 @@ class Wider(NamedTuple):
     """A rule that contains others.
 
     Fields:
-        contains: the rules that it is at some values of its parameters.
-        adds: what it has beyond them.
-        rule: fields of a memory's config that it changes.
-        layer: arguments of `hecate.nn.Memory` that it changes.
-        start: writes into the wider memory, which holds the old parameters whose shapes have stayed, those at which
-            it is the old one.
-        learns: new parameters, by the beginnings of their names.
-        after: a wider rule that comes first.
+        contains: rules that it equals at some values of its parameters.
+        adds: its addition to these, in words.
+        rule: function from a memory to the fields of its config that change.
+        layer: arguments of `hecate.nn.Memory` that change.
+        start: function (new, old) that sets the parameters of the new memory so that it computes the same as the old
+            one; parameters of unchanged shape are copied before.
+        learns: beginnings of the names of the new parameters.
+        after: another wider rule that is applied first.
     """
 
     contains: tuple[str, ...]
@@ -149,19 +149,19 @@ class Wider(NamedTuple):
 
 
 def _repeat_rows(new: Memory, old: Memory) -> None:
-    """A gate per channel: that of its head in each."""
+    """Starts a gate per channel at the gate of its head."""
     for mine, theirs in ((new.gates.weight, old.gates.weight), (new.gates.bias, old.gates.bias)):
         mine["retain"].copy_(theirs["retain"].repeat_interleave(len(mine["retain"]) // new.heads, 0))
 
 
 def _zero_gates(new: Any, _: Memory) -> None:
-    """Heads of top 2 and without bias: 2 sigmoid(0) = 1."""
+    """Starts gates with maximum 2 and without bias at zero weights, where they are 2 sigmoid(0) = 1."""
     for weight in new.gating.params.tensors.values():
         weight.zero_()
 
 
 def _second_write(new: Any, old: Any) -> None:
-    """A second write of the first one's value to keys of its own; its lr is 0, and has a derivative."""
+    """Starts a second write with the first one's value, random keys, and an lr of 0 that has a gradient."""
     source = torch.Generator().manual_seed(0)
     for mine, theirs in ((new.qkv.weight, old.qkv.weight), (new.conv.weight.T, old.conv.weight.T)):
         q, k, v = theirs.split(old.splits)
@@ -182,7 +182,8 @@ def _two_writes(memory: Memory) -> dict[str, Any]:
 
 
 def _cancelling_pairs(new: Memory, _: Memory) -> None:
-    """Hidden units in pairs of the same input and opposite outputs: together 0, and each learns."""
+    """Starts hidden units in pairs with the same input and opposite outputs: their sum is 0, and each has a
+    gradient."""
     tensors = new.phi_learned.tensors
     w_in, w_out = tensors["w_in"], tensors["w_out"]  # [H, D, F], [H, F, D]
     source = torch.Generator().manual_seed(0)
@@ -197,7 +198,8 @@ def _channels(memory: Memory) -> dict[str, Any]:
 
 
 def _momentum(memory: Memory) -> dict[str, Any]:
-    """A gate that is 0 at 0 and has a derivative there: the end of a sigmoid, at 0, would have none."""
+    """Config with a momentum gate that is 0 at 0 and has a derivative there, unlike a sigmoid, which is 0 only at
+    -infinity."""
     config = memory.config
     options = (config.layer_options or LAYER).model_copy(update={"momentum": "rectified"})
     return {"algorithm": Momentum(lr=config.algorithm.lr, momentum=0.0), "layer_options": options}
@@ -232,12 +234,12 @@ NOT_WIDER = {
 
 
 class Upgrade(NamedTuple):
-    """The report of `upgrade`: `str` of it is for people.
+    """The report of `upgrade`; `str` gives a readable text.
 
     Fields:
-        rule: what the layers run from now on.
-        layers: their names.
-        new: names of the model's parameters that are new, or of another shape.
+        rule: the rule that the layers run now.
+        layers: names of the layers.
+        new: names of the model's parameters that are new, or have another shape.
     """
 
     rule: str
@@ -249,25 +251,25 @@ class Upgrade(NamedTuple):
 
 
 def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train: Train = "all") -> Upgrade:
-    """Puts memories of a richer rule in the place of a model's linear layers; its function stays. [HF-UPGRADE-D1]
+    """Replaces a model's linear layers by memories of a richer rule that compute the same function. [HF-UPGRADE-D1]
 
         print(hecate.hf.upgrade(model, "gated_delta_2"))
         Trainer(model, ...).train()
 
-    Every rule of `WIDER` is, at some values of its new parameters, the rule of the layers: that is where it starts,
-    and every one of these parameters has a gradient there. What was trained stays as it is. An upgraded layer is a
-    `Hosted` memory; it can be upgraded again, by another rule.
+    At some values of its new parameters, every rule of `WIDER` equals the rule of the layers: it starts there, and
+    every new parameter has a gradient there. Trained parameters stay as they are. An upgraded layer is a `Hosted`
+    memory; it can be upgraded again, to another rule.
 
     Args:
-        model: of transformers, on its device, adopted or not.
+        model: a model of transformers, on its device, adopted or not.
         rule: a name of `WIDER`.
-        layers: their numbers in the model; None takes every layer of a delta rule.
-        train: "new" freezes all but what is new; "all" leaves the model's parameters as they are.
+        layers: numbers of layers of the model; None takes every layer of a delta rule.
+        train: "new" freezes all parameters except new ones; "all" does not change which are frozen.
 
     Raises:
-        TypeError: `model` is no torch module.
+        TypeError: `model` is not a torch module.
         ConfigError: a rule that does not contain that of a layer, by name; no such layers; layers that `from_layer`
-            refuses, and those that accelerate dispatches. The model is then as it was.
+            refuses, or that accelerate dispatches. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"upgrade takes a torch module, got a {type(model).__name__}; from_pretrained gives one")
@@ -282,7 +284,7 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
         memory = layer.memory if isinstance(layer, Hosted) else from_layer(layer)
         wide, new = widened(memory, rule, name)
         upgraded[name] = Hosted(wide, layer.layer_idx).train(layer.training), new
-        for attribute in _HOOKS:  # the very dictionaries, by which handles remove their hooks
+        for attribute in _HOOKS:  # the same dictionaries, so that handles can still remove their hooks
             setattr(upgraded[name][0], attribute, getattr(layer, attribute))
     learns = tuple(f"{name}.memory.{key}" for name, (_, new) in upgraded.items() for key in sorted(new))
     every = list(model.named_modules(remove_duplicate=False))
@@ -293,7 +295,7 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
             hosted.requires_grad_(False)
             for key in new:
                 hosted.memory.get_parameter(key).requires_grad_()
-        for place in [place for place, part in every if part is targets[name]]:  # a layer may have several
+        for place in [place for place, part in every if part is targets[name]]:  # a layer may be in several places
             parent, _, last = place.rpartition(".")
             setattr(model.get_submodule(parent), last, hosted)
     hook_models(model)
@@ -302,7 +304,7 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
 
 
 def _numbers(layers: Any) -> tuple[int, ...]:
-    """Numbers of layers, one at least, of any iterable."""
+    """Numbers of layers from any iterable; refuses an empty one."""
     try:
         numbers = tuple(map(index, layers))
     except TypeError:
@@ -313,7 +315,7 @@ def _numbers(layers: Any) -> tuple[int, ...]:
 
 
 def _layers(model: nn.Module, numbers: Sequence[int] | None) -> dict[str, Any]:
-    """The layers of a delta rule by name: those of some numbers, or all."""
+    """The layers of a delta rule by name: those with these numbers, or all."""
     every = {
         name: part
         for name, part in model.named_modules()
@@ -335,7 +337,7 @@ def _layers(model: nn.Module, numbers: Sequence[int] | None) -> dict[str, Any]:
 
 
 def rule_name(config: MemoryConfig) -> str:
-    """The rule of a config that `WIDER` tells of: kda with a decay per channel, else gated_delta."""
+    """Name of a config's rule as in `WIDER`: kda with a decay per channel, else gated_delta."""
     return "kda" if config.retention.gate_form.channels else "gated_delta"
 
 
@@ -363,10 +365,10 @@ def _not_wider(rule: str, layers: dict[str, Any]) -> str:
 
 @torch.no_grad()
 def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, set[str]]:
-    """A memory of a wider rule with the function of another, and the names of its new parameters.
+    """A memory of a wider rule that computes the same function as the given one, and the names of its new parameters.
 
     Raises:
-        ConfigError: a rule that does not contain the memory's, or that it has already.
+        ConfigError: a rule that does not contain the memory's, or that the memory has already.
     """
     wider, kind = WIDER[rule], rule_name(memory.config)
     if wider.after is not None and kind in WIDER[wider.after].contains:
@@ -381,7 +383,7 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
         raise ConfigError(f"{name} has {wider.adds} already: rule {rule!r} adds nothing to it")
     like = memory.out.weight
     place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": torch.Generator().manual_seed(0)}
-    with warnings.catch_warnings():  # of the draws, which do not stay
+    with warnings.catch_warnings():  # they would be about initial values that are overwritten
         warnings.simplefilter("ignore")
         new = Memory(memory.d_model, memory.heads, config, name=name, **{**options, **wider.layer, **place})
     old = memory.state_dict()
@@ -391,7 +393,7 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
     learned = {key for key, p in new.named_parameters() if (key, p.shape) not in before}
     if strange := {key for key in learned if not key.startswith(wider.learns)}:
         raise ConfigError(f"{name} has {', '.join(sorted(strange))}, of which rule {rule!r} knows no start")
-    for key, p in memory.named_parameters():  # what was frozen stays so
+    for key, p in memory.named_parameters():  # frozen parameters stay frozen
         if key not in learned:
             new.get_parameter(key).requires_grad_(p.requires_grad)
     new.warn_if_unstable(name, new.qk_norm)
@@ -399,7 +401,7 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
 
 
 def _take(memory: Memory, weights: dict[str, Tensor]) -> None:
-    """Weights of another memory, each in its own dtype."""
+    """Copies weights into a memory, each in its own dtype."""
     for name, weight in weights.items():
         owner, _, last = name.rpartition(".")
         mine = getattr(memory.get_submodule(owner), last)

@@ -1,4 +1,4 @@
-"""The memory microscope: pictures of a trained memory at work."""
+"""The memory microscope: analysis and figures of a trained memory while it reads."""
 
 from hecate.cms.health import Strength, write_strength
 from hecate.microscope.look import look

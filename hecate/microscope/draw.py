@@ -1,4 +1,4 @@
-"""The figure of one memory: maps above, its state, gates and recall below."""
+"""The figure of one memory: attention maps above; state, gates and recall below."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hecate.errors import ConfigError
 from hecate.figure import COLOURS, DASHES, GREY, INK, PALE, figure_type, finish, styled
 
 RING: dict[str, Any] = {"markeredgecolor": INK, "markeredgewidth": 0.8}
-LEGEND: dict[str, Any] = {  # below the axes, where it hides nothing
+LEGEND: dict[str, Any] = {  # below the axes, where it covers nothing
     "loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": 3, "columnspacing": 1, "handlelength": 1.8,
 }  # fmt: skip
 STANDS_OUT, MOST_LOOKS = 3.0, 3
 
 
 def draw_memory(view: Any, figure: Any, *, row: int, heads: int) -> Any:
-    """Draws a `MemoryView` on a figure, by default a fresh one; returns it."""
+    """Draws a `MemoryView` on a figure, by default a new one; returns the figure."""
     batch = view.scans[0].v.shape[0]
     if not 0 <= row < batch:
         raise ConfigError(f"there are {batch} sequences, got row {row}")
@@ -53,15 +53,15 @@ def _title(view: Any) -> str:
 
 
 def _maps(figure: Any, view: Any, row: int, most: int) -> None:
-    """A map per head, the share that comes from the start in a strip before the first token."""
+    """Draws a map per head, with the share that comes from the initial state in a strip on its left."""
     attention, answers = view.attention, view.answers[row].transpose(0, 1)
     maps = attention.map[row]
-    if maps.dim() == 4:  # a map for each coordinate
+    if maps.dim() == 4:  # one map per coordinate
         maps = maps.mean(-1)
     start = attention.start[row].norm(dim=-1)
     total = start + (answers - attention.start[row]).norm(dim=-1)
     share = start / torch.where(total > 0, total, 1.0)
-    count = min(view.heads, most)  # of the heads, evenly chosen
+    count = min(view.heads, most)  # number of heads shown, evenly spaced
     shown = [round(index * (view.heads - 1) / max(count - 1, 1)) for index in range(count)]
     norm, colours, extend = _scale(maps[shown])
     grid = figure.add_gridspec(1, 2 * len(shown), width_ratios=(0.045, 1) * len(shown), wspace=0.01)
@@ -89,9 +89,9 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
 
 
 def outstanding(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the largest weight on an earlier token, where it is 3 times the root
-    mean square of those of its row, unless more than 3 rows look at that token; of a map `[T, T]` of up to 128 tokens,
-    else none."""
+    """Rows and columns of outstanding weights in a map `[T, T]` of up to 128 tokens, else none: the largest weight of a
+    row on an earlier token, if it exceeds 3 times the root mean square of that row, and at most 3 rows have it at the
+    same token."""
     past, length = weights.tril(-1).abs(), len(weights)
     earlier = torch.arange(length).clamp(min=1)
     usual = (past.square().sum(1) / earlier).sqrt()
@@ -103,9 +103,11 @@ def outstanding(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale(maps: Tensor) -> tuple[Any, Any, str]:
-    """A root colour scale, about zero where signs differ, and whether some weights are beyond.
+    """A square root colour scale, symmetric about zero if signs differ, its colours, and the ends at which weights
+    exceed it.
 
-    It is made for the past: a token's weight in its own answer, often the largest, may be beyond."""
+    Its range is that of weights on earlier tokens; a token's weight in its own answer, often the largest, may exceed
+    it."""
     from matplotlib import colormaps
     from matplotlib.colors import FuncNorm, PowerNorm
 
@@ -124,7 +126,7 @@ def _scale(maps: Tensor) -> tuple[Any, Any, str]:
 
 
 def _over_time(axis: Any, view: Any, items: dict[str, Tensor], row: int, title: str, label: str) -> None:
-    """A curve per weight, the mean over heads in a band from the least to the largest."""
+    """Draws a curve for each weight: the mean over heads, in a band from the smallest to the largest."""
     for index, (name, values) in enumerate(items.items()):
         _band(axis, view.times, values[row], index, name)
     finish(axis, title, "tokens read", label, legend=False, ylim=(0, None))
@@ -145,8 +147,8 @@ def _gates(axis: Any, view: Any, row: int) -> None:
 
 def _recall(axis: Any, view: Any, row: int) -> None:
     finish(axis, "recall against age", "age in tokens, 1 the newest", "cosine of answer and value", legend=False)
-    if not view.recall.known(row):
-        axis.text(0.5, 0.5, "nothing was written", ha="center", transform=axis.transAxes)
+    if view.unasked or not view.recall.known(row):
+        axis.text(0.5, 0.5, view.unasked or "nothing was written", ha="center", wrap=True, transform=axis.transAxes)
         return
     cosine, chance = (view.recall.by_age(name, row) for name in ("cosine", "chance"))
     _band(axis, cosine.ages + 1, cosine.means, 0, "its own value")
@@ -160,7 +162,7 @@ def _recall(axis: Any, view: Any, row: int) -> None:
 
 
 def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
-    """Mean over heads of values `[H, N]`, and a band from the least to the largest; NaN is none."""
+    """Draws the mean over heads of values `[H, N]`, and a band from the smallest to the largest; NaN is left out."""
     look = {"color": COLOURS[index % 7], "linestyle": DASHES[index % 7]}
     least, most = (values.nan_to_num(nan=torch.inf).amin(0), values.nan_to_num(nan=-torch.inf).amax(0))
     at, mean, low, high = (item.cpu().numpy() for item in (x, values.nanmean(0), least, most))

@@ -1,4 +1,4 @@
-"""Looking at a model while it reads: hooks see what it asks of its memories, and change nothing."""
+"""Observing a model while it reads: hooks record the calls of its memories, and change nothing."""
 
 from __future__ import annotations
 
@@ -29,32 +29,33 @@ def look(
     reset_mask: Tensor | None = None,
     points: int = 64,
 ) -> View:
-    """Records what every memory of a model or layer does while it reads x. [SCOPE-LOOK-D1]
+    """Records the calls of every memory of a model or layer while it reads x. [SCOPE-LOOK-D1]
 
         view = look(model, tokens)
         view["blocks.0.memory"].attention.map   # [B, H, T, T]
         view["blocks.0.memory"].save("memory.png")
 
-    The model runs once, in evaluation mode and without gradients, and is left as it was. What its memories were asked
-    is then scanned again in float64, so that the numbers are those of the pictured rule rather than of its rounding.
+    The model runs once, in evaluation mode and without gradients, and its mode is restored. The calls of its memories
+    are then repeated in float64, so that results show the rule rather than rounding errors.
     Every `nn.Memory` is found wherever it is: alone, as a level of a CMS, beside attention; so are feature memories,
-    and the boxes of self-referential ones, whose values are what the boxes were taught. Where a token has several
-    writes, each is shown as a token. The sums of a causal `nn.LinearAttention` (`PerformerAttention` has one) are a
-    memory per query head; with positions in the numerator or in a table they are none, and left out.
+    and the boxes of self-referential ones, with the boxes' targets as values. If a token has several writes, each is
+    shown as a token. The sums of a causal `nn.LinearAttention` (also inside `PerformerAttention`) are shown as a memory
+    per query head; with positions in the numerator or in a table they are not a memory, and are left out.
 
     Args:
         model: a model of tokens or a layer of `x [B, T, d_model]`, called as
-            `model(x, state, write_mask=..., reset_mask=...)`.
-        x: what it reads.
-        state: the state to go on from.
+            `model(x, state, write_mask=..., reset_mask=...)`, with only the masks that are given, and with
+            a state (None included) only if it takes one.
+        x: the tokens or inputs that it reads.
+        state: the state to start from.
         write_mask, reset_mask: bool `[B, T]`.
-        points: most moments at which states are looked at, besides the start.
+        points: largest number of moments at which states are analysed, besides the start.
 
     Raises:
-        ConfigError: a model without memories, or none that was written.
+        ConfigError: a model without memories, or none of them was written.
         ShapeError: no tokens.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper runs no hooks inside
+    model = getattr(model, "_orig_mod", model)  # hooks do not run inside torch.compile's wrapper
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, got {shorten(model)}")
     if type(points) is not int or points < 1:
@@ -71,14 +72,16 @@ def look(
         raise ShapeError(f"there are no tokens to look at: x is {list(x.shape)}")
     masks = {"write_mask": write_mask, "reset_mask": reset_mask}
     arguments = {name: mask for name, mask in masks.items() if mask is not None}
-    calls = _observe(model, names, lambda: model(x, state, **arguments))
+    places = [p for p in inspect.signature(model.forward).parameters.values() if p.kind <= p.VAR_POSITIONAL]
+    given = (x,) if state is None and len(places) == 1 else (x, state)  # nn.Sequential takes no state
+    calls = _observe(model, names, lambda: model(*given, **arguments))
     if not calls:
         raise ConfigError("no memory was written: write_mask leaves out every token")
     return View({name: MemoryView(name, _scans_of(run), points, unread=run[0].unread) for name, run in calls.items()})
 
 
 class Call(NamedTuple):
-    """One call of one memory: what it was asked, its state after it, and why its answers to q are not used, if so."""
+    """One call of one memory: its arguments, the state after it, and the reason if its answers to q are not used."""
 
     asked: ScanArguments
     after: MemoryState
@@ -86,7 +89,7 @@ class Call(NamedTuple):
 
 
 def memory_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Every memory below a model with its path; a level's number gives way to its name."""
+    """Every memory in a model with its path, in which numbers of levels are replaced by their names."""
     names: dict[nn.Module, str] = {}
     renamed: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -102,9 +105,9 @@ def memory_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _observe(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], Any]) -> dict[str, list[Call]]:
-    """Runs a model without gradients, in evaluation mode; the calls of its memories by name.
+    """Runs a model without gradients, in evaluation mode; returns the calls of its memories, by name.
 
-    Modes and hooks are afterwards as they were. [SCOPE-LOOK-I1]
+    Modes and hooks are restored afterwards. [SCOPE-LOOK-I1]
     """
     records: dict[nn.Module, list[tuple[dict[str, Any], Any]]] = {module: [] for module in names}
 
@@ -124,7 +127,7 @@ def _observe(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], An
         for module, record in records.items():
             for arguments, output in record:
                 for suffix, call in _calls(module, arguments, output):
-                    # A call without a token to write: memory as context looks back that way.
+                    # Calls that write no token, such as reads of memory as context, are left out.
                     write = call.asked.write_mask
                     if call.asked.v.shape[1] and (write is None or bool(write.any())):
                         calls.setdefault(names[module] + suffix, []).append(in_double(call))
@@ -132,7 +135,7 @@ def _observe(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], An
 
 
 def _calls(module: nn.Module, arguments: dict[str, Any], output: Any) -> Iterator[tuple[str, Call]]:
-    """The calls of memories behind a call of a module, each with what its name is called by."""
+    """The calls of memories in a call of a module, each with a suffix for its name."""
     if isinstance(module, Memory):
         asked, unread = module.seen(**arguments)
         if asked.config.writes > 1:
@@ -155,9 +158,9 @@ def _calls(module: nn.Module, arguments: dict[str, Any], output: Any) -> Iterato
 
 
 def _boxes(boxes: Boxes, arguments: dict[str, Any], after: MemoryState) -> Iterator[tuple[str, Call]]:
-    """Box by box; a box's values are what it was taught, which the boxes themselves answered."""
+    """The calls of each box; a box's values are its targets, which the boxes themselves have computed."""
     how, width = arguments["how"], boxes.heads
-    if arguments["k"].shape[1] == 0:  # the boxes are made, not written
+    if arguments["k"].shape[1] == 0:  # this call only creates the boxes
         return
     for index, (box, v) in enumerate(zip(boxes.written, arguments["targets"], strict=True)):
         heads = slice(index * width, (index + 1) * width)
@@ -171,8 +174,8 @@ def _boxes(boxes: Boxes, arguments: dict[str, Any], after: MemoryState) -> Itera
 
 
 def _scans_of(calls: list[Call]) -> list[ScanArguments]:
-    """Calls one after the other as few scans: a call that goes on where the last one stopped, in the very state,
-    belongs to its scan."""
+    """Calls joined into as few scans as possible: a call that starts in the state in which the previous one ended
+    belongs to the same scan."""
     scans: list[list[ScanArguments]] = []
     for index, call in enumerate(calls):
         if index and _goes_on(calls[index - 1], call):
@@ -183,7 +186,7 @@ def _scans_of(calls: list[Call]) -> list[ScanArguments]:
 
 
 def _goes_on(last: Call, call: Call) -> bool:
-    """True if a call has the last one's config and starts in the very state in which that ended."""
+    """True if a call has the previous one's config and starts in the state in which that ended."""
     state = call.asked.state
     if state is None or call.asked.config != last.asked.config:
         return False

@@ -1,4 +1,4 @@
-"""`hecate report`: the memories of a trained run at work, in its folder and its report."""
+"""`hecate report`: analysis of a trained run's memories, added to its report."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hecate.train.run import open_run
 from hecate.train.trainer import Trainer
 
 BEGIN, END = "<!-- microscope -->", "<!-- end of microscope -->"
-LONGEST = 256  # tokens looked at unless told otherwise: maps of more are finer than a picture
+LONGEST = 256  # default number of tokens: maps of more are too fine for a figure
 
 
 class Reported(NamedTuple):
-    """Files that were written, the run's step, and the number of tokens read."""
+    """Written files, the run's step, and the number of tokens read."""
 
     report: Path
     figures: list[Path]
@@ -33,21 +33,21 @@ class Reported(NamedTuple):
 
 
 def report_run(run: Path | str, *, tokens: int | None = None, out: Path | str | None = None) -> Reported:
-    """Draws the memories of a run's newest sound checkpoint on its first validation sequence, and puts the pictures
-    into its report. [SCOPE-REPORT-D1]
+    """Draws the memories of a run's newest sound checkpoint on its first validation sequence, and adds the figures to
+    its report. [SCOPE-REPORT-D1]
 
     Args:
         run: a run folder.
-        tokens: how many to read; None takes the run's own length, at most 256. A task's length is
-            fixed, so there more are refused and fewer are the first of a sequence.
-        out: where `figures/` and `report.md` go; None takes the run folder.
+        tokens: number of tokens to read; None takes the run's own length, at most 256. Tasks have a
+            fixed length: more tokens are refused, and fewer are the beginning of a sequence.
+        out: folder for `figures/` and `report.md`; None takes the run folder.
 
     Warns:
-        HealthWarning: a memory that writes nothing.
+        HealthWarning: a memory whose writes have no effect.
 
     Raises:
-        CheckpointError: no run folder, no checkpoint, or nowhere to write.
-        ConfigError: a model without memories, or no matplotlib.
+        CheckpointError: not a run folder, no checkpoint, or a folder that cannot be written.
+        ConfigError: a model without memories, or matplotlib is not installed.
     """
     figure_type("a report with pictures")
     trainer, step = open_run(run, "newest")
@@ -57,7 +57,7 @@ def report_run(run: Path | str, *, tokens: int | None = None, out: Path | str | 
     folder = Path(run if out is None else out)
     with refusing(f"write the report into {folder}", "choose another --out"):
         path = folder / "report.md"
-        try:  # bytes, so that ends of lines stay what they are
+        try:  # as bytes, so that line ends are not changed
             before = read_whole(path).decode() if path.exists() else f"# {trainer.config.name}\n"
         except UnicodeDecodeError:
             raise CheckpointError(
@@ -69,9 +69,9 @@ def report_run(run: Path | str, *, tokens: int | None = None, out: Path | str | 
 
 
 def with_section(text: str, section: str) -> str:
-    """A report with the microscope's section: in place of the last one, or at the end.
+    """A report with the microscope's section, in place of the last one, or else at the end.
 
-    What stands outside of the markers stays as it is, whatever it is. [SCOPE-REPORT-I1]
+    Everything outside of the markers stays unchanged. [SCOPE-REPORT-I1]
     """
     end = text.rfind(END)
     begin = text.rfind(BEGIN, 0, max(end, 0))
@@ -114,7 +114,7 @@ def _section(view: View, figures: Sequence[Path], step: int, tokens: int) -> str
 
 
 def warn_of_silence(view: View) -> None:
-    """A `HealthWarning`, two calls up, for every memory whose writes change nothing. [SCOPE-STRENGTH-I1]"""
+    """Warns (`HealthWarning`, two calls up) of every memory whose writes have no effect. [SCOPE-STRENGTH-I1]"""
     for name, item in view.items():
         if item.strength is not None and item.strength.largest < NOTHING:
             warnings.warn(
@@ -127,12 +127,13 @@ def warn_of_silence(view: View) -> None:
 
 
 def _facts(view: MemoryView) -> tuple[str, str, str, str, str]:
-    """Means over heads and weights: at the start and at the end, of the youngest and the oldest."""
+    """Table cells of a memory, as means over heads and weights: norm and rank at start and end, recall of the newest
+    and oldest tokens, strength of writes, and whether there is a map."""
     norm, rank = (
         " -> ".join(f"{_mean(items, at):.3g}" for at in (0, -1)) if items else "-" for items in (view.norms, view.ranks)
     )
-    recall = "nothing was written"
-    if view.recall.known():
+    recall = view.unasked or "nothing was written"
+    if not view.unasked and view.recall.known():
         recalled = view.recall.by_age().means.nanmean(0)
         recall = f"{float(recalled[0]):.2f} -> {float(recalled[-1]):.2f}"
     strength, write = view.strength, "too short to tell"

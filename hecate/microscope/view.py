@@ -1,8 +1,8 @@
-"""View of a memory in the microscope: its map, and over time its norms, ranks, gates and recall.
+"""View of a memory in the microscope: its attention map; and its norms, ranks, gates and recall over time.
 
-The map is the attention that a memory computes without ever forming it. Where every step is linear in the values, the
-answer is y_t = sum_s A[t, s] v_s + what is left of the start, with A fixed by queries, keys and gates. A is read off by
-scanning one-hot values beside values of 0, with the engine and the conventions of the rule itself.
+The map is the attention that a memory computes implicitly. If every step is linear in the values, the answer is
+y_t = sum_s A[t, s] v_s + a part due to the initial state, with A determined by queries, keys and gates. A is found by
+scans of one-hot values and of zero values, with the rule's own engine and conventions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hecate.rule import MemoryConfig, MemoryState, memory_weights
 from hecate.tape import execute
 
 Tree = TypeVar("Tree")
-# What rounding may leave in float64, times the condition of a memory that still works.
+# Tolerance for rounding in float64, allowing for the condition number of a usable memory.
 AGREES = 1e-6
 
 
@@ -37,9 +37,9 @@ class Attention(NamedTuple):
     """y = A v + start, exactly. [SCOPE-ATT-D1]
 
     Fields:
-        map: A `[B, H, T, S]`, or `[B, H, T, S, V]` for a diagonal memory, whose coordinates have
-            a map each. Rows are tokens that read, columns tokens that were written.
-        start: what the state before the first token adds to every answer, `[B, H, T, V]`.
+        map: A `[B, H, T, S]`, or `[B, H, T, S, V]` for a diagonal memory, which has a map for each
+            coordinate. Rows are reading tokens, columns written tokens.
+        start: contribution of the state before the first token to every answer, `[B, H, T, V]`.
     """
 
     map: Tensor
@@ -53,7 +53,7 @@ class Attention(NamedTuple):
 
 
 def nonlinearity(config: MemoryConfig) -> str | None:
-    """The setting that makes answers non-linear in values, as declared; None if none does."""
+    """A sentence on the setting whose declared traits make answers non-linear in values; None if there is none."""
     structure, bias, retention, algorithm = (config.structure, config.bias, config.retention, config.algorithm)
     if not structure.weighted_sum:
         return f"structure {structure.kind!r} is not linear in the weights that hold values"
@@ -67,13 +67,13 @@ def nonlinearity(config: MemoryConfig) -> str | None:
 
 
 def implicit_attention(asked: ScanArguments) -> Attention:
-    """The attention map of a scan, and what the start adds.
+    """The attention map of a scan, and the contribution of its start.
 
     Cost: a scan of ceil(T / V) + 1 times as many sequences; for a diagonal memory of T + 1 times as many.
 
     Raises:
-        ConfigError: a rule that is not linear in its values, with the setting at fault; or one
-            that says it is and is not.
+        ConfigError: a rule that is not linear in its values, naming the setting at fault; or one
+            that wrongly declares to be.
     """
     reason = nonlinearity(asked.config)
     if reason is not None:
@@ -83,8 +83,8 @@ def implicit_attention(asked: ScanArguments) -> Attention:
         )
     asked = in_double(asked)
     batch, length, heads, width = asked.v.shape
-    # Copy n of the sequences has ones in the values of tokens n * stride, n * stride + 1, ..., each in a coordinate of
-    # its own, or in all of them where coordinates do not mix; the last copy has none.
+    # Copy n of the sequences has ones in the values of tokens n * stride, n * stride + 1, ..., each in a different
+    # coordinate, or in all of them if coordinates do not mix; the last copy has only zeros.
     diagonal = asked.config.structure.diagonal
     stride = 1 if diagonal else width
     copies = -(-length // stride)
@@ -95,7 +95,7 @@ def implicit_attention(asked: ScanArguments) -> Attention:
     y = y.unflatten(0, (copies + 1, batch)).transpose(2, 3)
     weights, start = y[:-1] - y[-1], y[-1]
     weights = weights.movedim(0, 3) if diagonal else weights.movedim(0, 3).flatten(3)[..., :length]
-    # What rounding leaves of a weight of 0, such as that of a token to come, is 0.
+    # Weights that are 0 up to rounding, such as those of later tokens, are set to 0.
     noise = 16 * torch.finfo(y.dtype).eps * start.flatten(2).norm(dim=2)
     weights = torch.where(weights.abs() > noise.reshape(batch, heads, *[1] * (weights.dim() - 2)), weights, 0.0)
     attention = Attention(weights, start)
@@ -105,7 +105,7 @@ def implicit_attention(asked: ScanArguments) -> Attention:
 
 
 def _repeat(asked: ScanArguments, times: int) -> ScanArguments:
-    """So many copies of all sequences, one after the other."""
+    """The arguments with all sequences repeated, one whole batch after the other."""
     rule, initial, (batch, _, heads, width) = asked.config, asked.initial, asked.v.shape
     if initial is not None:  # it may be shared by all sequences
         shapes = rule.structure.shapes(rule.feature_map.output_dim(asked.k.shape[-1]), width)
@@ -116,10 +116,10 @@ def _repeat(asked: ScanArguments, times: int) -> ScanArguments:
 
 
 def _check(asked: ScanArguments, attention: Attention) -> None:
-    """Holds A v + start against the token loop: a declaration may be wrong."""
+    """Refuses a map for which A v + start differs from the token loop, as with a wrong declaration."""
     answers, _ = asked.scan(engine="sequential")
     v = asked.v
-    if asked.write_mask is not None:  # the value of a token that is not written may be anything
+    if asked.write_mask is not None:  # values of tokens that are not written are arbitrary
         v = torch.where(asked.write_mask[..., None, None], v, 0.0)
     summed = attention.applied(v)
     scale = max(float(answers.abs().max()), 1e-300)
@@ -131,19 +131,19 @@ def _check(asked: ScanArguments, attention: Attention) -> None:
 
 
 def in_double(tree: Tree) -> Tree:
-    """A pytree with its numbers in float64, cut off from any graph."""
+    """A pytree with its floating-point tensors in float64, detached."""
     return pytree.tree_map_only(Tensor, lambda x: (x.double() if x.is_floating_point() else x).detach(), tree)
 
 
 class Recall(NamedTuple):
-    """Answers to phi(k_s) after t tokens, beside v_s; NaN where s is not in the memory's past:
-    not yet there, masked, not fired, or of an earlier document. [SCOPE-RECALL-D1]
+    """Answers to phi(k_s) after t tokens, compared with v_s; NaN if the memory does not contain s:
+    a later token, masked, not fired, or of an earlier document. [SCOPE-RECALL-D1]
 
     Fields:
-        times: tokens read at each of N moments, `[N]`; the age of s is t - 1 - s.
-        cosine: between the answer and v_s, `[B, H, N, T]`.
-        error: |answer - v_s| / |v_s|, the same; NaN too where v_s is 0.
-        chance: mean cosine between the answer and the values of the other tokens, the same.
+        times: number of tokens read at each of N moments, `[N]`; the age of s is t - 1 - s.
+        cosine: cosine between the answer and v_s, `[B, H, N, T]`.
+        error: |answer - v_s| / |v_s|, `[B, H, N, T]`; also NaN if v_s is 0.
+        chance: mean cosine between the answer and the values of other tokens, `[B, H, N, T]`.
     """
 
     times: Tensor
@@ -152,11 +152,11 @@ class Recall(NamedTuple):
     chance: Tensor
 
     def known(self, row: int = 0) -> bool:
-        """True if a sequence left anything to recall: no memory of a head that never fires does."""
+        """True if a sequence wrote anything to recall; heads that never fire have nothing."""
         return not bool(self.cosine[row].isnan().all())
 
     def by_age(self, name: str = "cosine", row: int = 0) -> AgeCurve:
-        """One of the three by age, in bins 0, 1, 2-3, 4-7, ..., over the moments of a sequence."""
+        """`cosine`, `error` or `chance` by age, in bins 0, 1, 2-3, 4-7, ..., over all moments of a sequence."""
         if name not in ("cosine", "error", "chance"):
             raise ConfigError(f"must be 'cosine', 'error' or 'chance', got {name!r}", path=("name",))
         if not 0 <= row < len(self.cosine):
@@ -176,21 +176,21 @@ class Recall(NamedTuple):
 
 
 class AgeCurve(NamedTuple):
-    """Means by age: the mean age of each bin in tokens `[A]`, and a mean per head `[H, A]`, NaN for a head that wrote
-    nothing of that age."""
+    """Means by age: the mean age of each bin in tokens `[A]`, and the mean per head `[H, A]`, NaN for a head that wrote
+    no token of that age."""
 
     ages: Tensor
     means: Tensor
 
 
 class MemoryView:
-    """One memory at work on B sequences of T tokens; everything in float64. [SCOPE-VIEW-D1]
+    """Analysis of one memory on B sequences of T tokens; everything in float64. [SCOPE-VIEW-D1]
 
     Args:
-        name: of the memory in its model.
-        scans: what it was asked; more than one where its state was replaced in between.
-        points: most moments at which its state is looked at, besides the start.
-        unread: why its answers to q are not used; None if they are.
+        name: name of the memory in its model.
+        scans: arguments of its scans; more than one if its state was replaced in between.
+        points: largest number of moments at which its state is analysed, besides the start.
+        unread: reason why its answers to q are not used; None if they are.
     """
 
     def __init__(self, name: str, scans: list[ScanArguments], points: int = 64, *, unread: str | None = None) -> None:
@@ -198,17 +198,17 @@ class MemoryView:
 
     @property
     def config(self) -> MemoryConfig:
-        """The rule."""
+        """The memory's rule."""
         return self.scans[0].config
 
     @property
     def length(self) -> int:
-        """Tokens seen."""
+        """Number of tokens T."""
         return sum(asked.v.shape[1] for asked in self.scans)
 
     @property
     def heads(self) -> int:
-        """Memories side by side."""
+        """Number of heads H."""
         return self.scans[0].v.shape[2]
 
     @property
@@ -216,13 +216,19 @@ class MemoryView:
         """Reason why there is no attention map; None if there is one."""
         return self.unread or nonlinearity(self.config)
 
+    @property
+    def unasked(self) -> str | None:
+        """Reason why there is no recall; None if there is."""
+        readout = self.config.readout
+        return None if readout.plain else f"readout {readout.kind!r} asks the memory other than by phi"
+
     @cached_property
     @torch.no_grad()
     def attention(self) -> Attention:
-        """The implicit attention map; where the state was replaced, the past is in `start`.
+        """The implicit attention map; if the state was replaced, the tokens before contribute to `start`.
 
         Raises:
-            ConfigError: a rule that is not linear in its values, with the setting at fault.
+            ConfigError: a rule that is not linear in its values, naming the setting at fault.
         """
         if self.unread is not None:
             raise ConfigError(f"{self.name} has no attention map: {self.unread}")
@@ -239,52 +245,58 @@ class MemoryView:
     @cached_property
     @torch.no_grad()
     def answers(self) -> Tensor:
-        """Answers of the memory, `[B, T, H, V]`."""
+        """The memory's answers to q, `[B, T, H, V]`."""
         return torch.cat([asked.scan()[0] for asked in self.scans], 1)
 
     @cached_property
     def gates(self) -> dict[str, Tensor]:
-        """lr, retain and momentum as far as the rule has them, defaults filled in, `[B, T, H]`; retain per channel
-        `[B, T, H, P]`, lr of each weight `[B, T, H, W]`."""
+        """lr, retain and momentum, those that the rule has, with defaults filled in, `[B, T, H]`; retain per channel is
+        `[B, T, H, P]`, lr per weight `[B, T, H, W]`."""
         rule, sequences = self.config, [_sequence(asked) for asked in self.scans]
         has = {"lr": True, "retain": rule.retention.uses_retain, "momentum": rule.algorithm.uses_momentum}
         return {name: torch.cat([getattr(item, name) for item in sequences], 1) for name, used in has.items() if used}
 
     @property
     def times(self) -> Tensor:
-        """Tokens read at each of the N moments, from 0 to T."""
-        return self.recall.times
+        """Number of tokens read at each of the N moments, from 0 to T."""
+        return self._over_time[0]
 
     @property
     def recall(self) -> Recall:
-        """Recall against age."""
-        return self._over_time[0]
+        """Recall of written values, over time.
+
+        Raises:
+            ConfigError: a readout other than direct.
+        """
+        if self.unasked is not None:
+            raise ConfigError(f"{self.name} has no recall: {self.unasked}")
+        return Recall(self.times, **{name: item.cpu() for name, item in self._over_time[1].items()})
 
     @property
     def norms(self) -> dict[str, Tensor]:
         """Frobenius norm of each weight at each moment, `[B, H, N]`."""
-        return self._over_time[1]
+        return self._over_time[2]
 
     @property
     def ranks(self) -> dict[str, Tensor]:
         """Effective rank of each weight that is a matrix at each moment, `[B, H, N]`. [SCOPE-RANK-D1]
 
         exp of the entropy of s / sum(s), s the singular values (Roy and Vetterli, The effective rank, 2007): between 1
-        and the rank, and the rank where they are equal; 0 for a matrix of zeros. A diagonal memory is the matrix with
-        its weights on the diagonal.
+        and the rank, which it equals if all non-zero s are equal; 0 for a matrix of zeros. A diagonal memory counts as
+        the matrix with its weights on the diagonal.
         """
-        return self._over_time[2]
+        return self._over_time[3]
 
     @cached_property
     def strength(self) -> Strength | None:
-        """Effect of single writes of its longest scan, at once and 32 tokens on; None where none can be followed for so
-        long. [NN-WRITE-D1]"""
+        """Effect of single writes in its longest scan, at once and 32 tokens later; None if no write can be followed
+        that long. [NN-WRITE-D1]"""
         return write_strength(max(self.scans, key=lambda asked: asked.v.shape[1]))
 
     @cached_property
     @torch.no_grad()
-    def _over_time(self) -> tuple[Recall, dict[str, Tensor], dict[str, Tensor]]:
-        """Recall, norms and ranks by one walk over the moments: states are looked at and let go."""
+    def _over_time(self) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Moments, recall, norms and ranks, in one pass over the moments, so that no state is kept."""
         norms, ranks, times, recalled = [], [], [], []
         lr = self.gates["lr"]
         written = _Written(self.scans, lr > 0 if lr.dim() == 3 else (lr > 0).any(-1))
@@ -292,56 +304,59 @@ class MemoryView:
             weights = memory_weights(self.config, state)
             norms.append({name: weight.flatten(2).norm(dim=2) for name, weight in weights.items()})
             ranks.append(_ranks_of(weights, diagonal=self.config.structure.diagonal))
-            recalled.append(written.recalled(tokens, state))
+            recalled.append({} if self.unasked else written.recalled(tokens, state))
             times.append(tokens)
-        columns = {name: item.cpu() for name, item in _stack(recalled).items()}
-        return Recall(torch.tensor(times), **columns), _stack(norms), _stack(ranks)
+        return torch.tensor(times), _stack(recalled), _stack(norms), _stack(ranks)
 
     def draw(self, figure: Any = None, *, row: int = 0, heads: int = 4) -> Any:
-        """Draws sequence `row` and at most so many heads' maps; returns the matplotlib figure."""
+        """Draws sequence `row`, with maps of at most `heads` heads; returns the matplotlib figure."""
         return draw_memory(self, figure, row=row, heads=heads)
 
     def save(self, path: Path | str, *, row: int = 0, heads: int = 4) -> Path:
-        """Draws a PNG file, and an SVG file beside it, each whole or not at all; returns the first."""
+        """Writes a PNG file, and an SVG file beside it, each atomically; returns the path of the PNG."""
         return write_images(Path(path), images_of(self.draw(row=row, heads=heads)))[0]
 
 
 def _of_each(name: str) -> Any:
-    """A property of a `View`: what its memories show under that name."""
+    """A property of a `View`: a mapping of each memory's property of that name."""
     return property(lambda view: {key: getattr(item, name) for key, item in view.items()}, doc=f"Each's `{name}`.")
 
 
 class View(dict[str, MemoryView]):
-    """Every memory of a model at work, by name; what single memories show, as mappings."""
+    """The views of every memory of a model, by name; properties of memories are available as mappings."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise ConfigError(f"no memory is called {name!r}{not_known(name, self)}")
 
     @property
     def attention(self) -> dict[str, Attention]:
-        """The attention maps of those memories that have one."""
+        """The attention maps of the memories that have one."""
         return {name: item.attention for name, item in self.items() if item.refusal is None}
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Reason why the others have none."""
+        """Reasons why the other memories have none."""
         return {name: item.refusal for name, item in self.items() if item.refusal is not None}
+
+    @property
+    def recall(self) -> dict[str, Recall]:
+        """Recall of those memories that are asked by phi."""
+        return {name: item.recall for name, item in self.items() if item.unasked is None}
 
     gates: dict[str, dict[str, Tensor]] = _of_each("gates")
     norms: dict[str, dict[str, Tensor]] = _of_each("norms")
     ranks: dict[str, dict[str, Tensor]] = _of_each("ranks")
-    recall: dict[str, Recall] = _of_each("recall")
     strength: dict[str, Strength | None] = _of_each("strength")
 
     def save(self, folder: Path | str, *, row: int = 0, heads: int = 4) -> list[Path]:
-        """A PNG file per memory, `microscope-NAME.png`, and an SVG beside it; returns the former."""
+        """Writes a PNG file per memory, `microscope-NAME.png`, and an SVG beside it; returns the paths of the PNGs."""
         folder, files = Path(folder), _file_names(list(self))
         folder.mkdir(parents=True, exist_ok=True)
         return [item.save(folder / files[name], row=row, heads=heads) for name, item in self.items()]
 
 
 def _file_names(names: list[str]) -> dict[str, str]:
-    """Names of files; two memories whose names differ in odd characters only get numbers."""
+    """File names by memory; names that only differ in special characters are numbered."""
     file_names: dict[str, str] = {}
     for name in names:
         stem = "microscope-" + re.sub(r"[^A-Za-z0-9._-]+", "_", name)
@@ -351,7 +366,7 @@ def _file_names(names: list[str]) -> dict[str, str]:
 
 
 class _Written:
-    """Tokens written by all scans, to query states with; `fired` `[B, T, H]` says which heads wrote a token."""
+    """Keys and values of all scans, to query states with; `fired` `[B, T, H]` says which heads wrote a token."""
 
     def __init__(self, scans: list[ScanArguments], fired: Tensor) -> None:
         self.config = scans[0].config
@@ -361,7 +376,7 @@ class _Written:
         self.present = joined_mask(scans, "write_mask").unsqueeze(-1) & fired
 
     def recalled(self, tokens: int, state: MemoryState) -> dict[str, Tensor]:
-        """Cosine, error and chance of the answers of a state after so many tokens, `[B, H, T]`: see `Recall`."""
+        """Cosine, error and chance of a state's answers after this number of tokens, `[B, H, T]`; see `Recall`."""
         answers = answered(self.config, state, self.keys)
         v = torch.where(self.present[..., None], self.values, 0.0)
         unit, target = (normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny) for x in (answers, v))
@@ -374,7 +389,7 @@ class _Written:
         total = (target * shown[..., None]).sum(1, keepdim=True)
         others = (shown.sum(1, keepdim=True) - 1).clamp(min=1)
         chance = ((unit * total).sum(-1) - cosine) / others
-        length = v.norm(dim=-1)  # of a value of 0 there is no relative error
+        length = v.norm(dim=-1)  # a value of 0 has no relative error
         error = (answers - v).norm(dim=-1) / torch.where(length > 0, length, torch.nan)
         curves = {"cosine": cosine, "error": error, "chance": chance}
         return {name: torch.where(present, item, torch.nan).transpose(1, 2) for name, item in curves.items()}
@@ -382,8 +397,6 @@ class _Written:
 
 def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
     """A state's answers `[B, T, H, V]` to features `[B, T, H, P]`, without query_scale."""
-    if not config.readout.plain:
-        raise ConfigError(f"readout {config.readout.kind!r} asks the memory other than by phi; look at a direct one")
     batch, _, heads, _ = phi.shape
     queries = phi.transpose(1, 2).flatten(0, 1)
     memory = tuple(weight.flatten(0, 1) for weight in memory_weights(config, state).values())
@@ -396,8 +409,8 @@ def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
 
 
 def _moments(scans: list[ScanArguments], points: int) -> Iterator[tuple[int, MemoryState]]:
-    """States before the first token and after some, at most `points`, evenly spread, each with the tokens read; the
-    last token is among them. Any split of a scan is exact, so the cuts change nothing."""
+    """States before the first token and after at most `points` others, evenly spaced and including the last, each with
+    the number of tokens read. Splitting a scan is exact, so the cuts change nothing."""
     length = sum(asked.v.shape[1] for asked in scans)
     cuts = {round(length * index / points) for index in range(1, points + 1)} - {0}
     yield 0, scans[0].between(0, 0, scans[0].state).scan()[1]
@@ -420,14 +433,14 @@ def _ranks_of(weights: dict[str, Tensor], *, diagonal: bool) -> dict[str, Tensor
 
 
 def effective_rank(values: Tensor) -> Tensor:
-    """exp of the entropy of what is on the last axis, as shares of its sum; 0 for all zeros."""
+    """exp of the entropy of the values along the last axis, as shares of their sum; 0 if all are zero."""
     total = values.sum(-1, keepdim=True)
     share = values / torch.where(total > 0, total, 1.0)
     return torch.where(total.squeeze(-1) > 0, torch.special.entr(share).sum(-1).exp(), 0.0)
 
 
 def _key_features(asked: ScanArguments) -> Tensor:
-    """phi(k) of every token as the memory is written with it, `[B, T, H, P]`."""
+    """phi(k) of every token, as the memory writes it, `[B, T, H, P]`."""
     params = check_params(asked.config.feature_map, asked.phi_params, asked.k)
     sequence, _ = numbered(asked.config, asked.state, _sequence(asked))
     return to_tokens(asked.config, sequence, params, asked.k.dtype, execute).phi_k
@@ -439,7 +452,7 @@ def _sequence(asked: ScanArguments) -> Inputs:
 
 
 def joined_mask(scans: list[ScanArguments], name: str) -> Tensor:
-    """`write_mask` or `reset_mask` of consecutive calls, `[B, T]`; None writes all, resets none."""
+    """`write_mask` or `reset_mask` of consecutive calls, joined, `[B, T]`; None means all written, or none reset."""
     masks = ((getattr(asked, name), asked.v.new_full(asked.v.shape[:2], name == "write_mask")) for asked in scans)
     return torch.cat([default.bool() if mask is None else mask for mask, default in masks], 1)
 

@@ -1,4 +1,4 @@
-"""Models built of memories."""
+"""Models whose layers are memories."""
 
 from hecate.models.language_model import Hope, HopeConfig, LanguageModel, LanguageModelConfig
 from hecate.models.linear_transformer import LinearTransformer, LinearTransformerConfig

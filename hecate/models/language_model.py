@@ -1,4 +1,4 @@
-"""A language model whose token mixing is done by memories: its config, its blocks, and HOPE."""
+"""A language model in which memories mix the tokens: its config, its blocks, and HOPE."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from hecate.checks import MAX_SIZE, Depth, Size, Taps, check_shapes, named, outside_vocabulary
+from hecate.checks import MAX_SIZE, Depth, Size, Taps, check_shapes, expect_tokens, named, outside_vocabulary
 from hecate.cms import (
     CMS,
     Aggregation,
@@ -36,7 +36,8 @@ from hecate.variant import Config, Conflicts
 
 
 class Scanned(NamedTuple):
-    """A memory as a layer runs it: widths of keys and values, most tokens in one scan."""
+    """A memory as a layer runs it: its config, widths of keys and values, and the largest number of tokens per
+    scan."""
 
     config: MemoryConfig
     d_key: int
@@ -47,10 +48,10 @@ class Scanned(NamedTuple):
 def _scans(
     path: str, memory: MemoryConfig, features: FeatureMemoryConfig | None, d_key: int, d_value: int
 ) -> dict[str, Scanned]:
-    """A memory, and the one that makes its features, by their paths."""
+    """A memory, and its feature memory if it has one, by path."""
     if features is None:
         return {f"{path}memory": Scanned(memory, d_key, d_value)}
-    width = features.width(d_key)  # by the phi of the memory
+    width = features.width(d_key)  # the width that the memory's phi gets
     return {f"{path}memory": Scanned(memory, width, d_value), f"{path}feature_memory": Scanned(features, d_key, width)}
 
 
@@ -60,24 +61,24 @@ _AROUND = ("conv_kernel", "output_gate", "feature_memory")
 
 
 class LanguageModelConfig(Config):
-    """Sizes of a `LanguageModel` and what mixes the tokens of its blocks. [LM-MIXER-D1]
+    """Sizes of a `LanguageModel`, and the layers that mix tokens in its blocks. [LM-MIXER-D1]
 
-    One memory per block is the default. `levels` puts a continuum of memories in its place, `self_reference` a
-    self-referential memory, `attention` composes either with softmax attention; self-reference (or attention alone)
-    with levels puts the levels after it, as HOPE does.
+    The default is one memory per block. `levels` replaces it by a continuum of memories, `self_reference` by a
+    self-referential memory; `attention` composes either with softmax attention. With self-reference (or attention
+    alone), levels come after it, as in HOPE.
 
     Fields:
         vocab_size: size of the vocabulary; null takes that of the data.
         d_model: width of the model.
         layers: number of blocks.
-        heads: memories in a layer, which share its width.
+        heads: number of memories in a layer, which share its width.
         d_key: width of a head's keys and queries; null means d_model // heads.
         d_value: width of a head's values; null means d_model // heads.
-        memory: the rule of every layer's memory; `hecate list rules` has those with a name.
+        memory: the rule of every layer's memory; `hecate list rules` has the named ones.
         conv_kernel, qk_norm, output_gate, learned_initial, feature_memory: as in
-            `hecate.nn.Memory`; conv_kernel and qk_norm left out are `memory.layer_conv_kernel` and
-            `memory.layer_qk_norm`, if it names them. Levels bring their own, and self-reference its
-            rule: what they leave unread stays at its default.
+            `hecate.nn.Memory`; conv_kernel and qk_norm default to `memory.layer_conv_kernel` and
+            `memory.layer_qk_norm`, if the rule has them. Levels have their own settings, and
+            self-reference its own rule: fields without effect must stay at their defaults.
         levels, composition, aggregation, carry_levels: as in `hecate.cms.CMSConfig`.
         self_reference: a self-referential memory, as in `hecate.cms.SelfReferential`.
         attention: softmax attention beside the memory or alone, as in `hecate.nn.Composed`.
@@ -110,7 +111,7 @@ class LanguageModelConfig(Config):
     settle = settle_layer
 
     def conflicts(self) -> Conflicts:
-        """Sizes that do not fit, settings that nothing would read, and what the layers of a block refuse."""
+        """Sizes that do not fit, settings without effect, and anything that the layers of a block refuse."""
         if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
             yield ("heads",), f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value"
         hidden_width(self.d_model, self.mlp_ratio, "d_model")
@@ -127,7 +128,7 @@ class LanguageModelConfig(Config):
         for field in filter(self._is_set, () if self.plain else ("memory", *_RULE, *(() if refers else _AROUND))):
             reason = f"belongs to a block's plain memory, but {other} takes its place; set it within {other}"
             yield (field,), f"{reason} where it has such a field, or leave it out"
-        try:  # without storage, so that layers refuse here what they would refuse
+        try:  # on the meta device, so that layers refuse here what they would refuse later
             check_shapes({"embedding": (self.vocab_size or 1, self.d_model)}, "lower d_model")
             MemoryBlock(self, "layer", device="meta")
         except ConfigError as error:
@@ -135,7 +136,8 @@ class LanguageModelConfig(Config):
 
     @property
     def plain(self) -> bool:
-        """True if blocks have the memory of `memory`: no levels, no self-reference, not attention alone."""
+        """True if blocks have the plain memory of the field `memory`: no levels, no self-reference, not attention
+        alone."""
         return not (self.levels or self.self_reference is not None or self._attends_alone)
 
     @property
@@ -180,10 +182,10 @@ class BlockState(State, _BlockFields):
 
 
 class MemoryBlock(Layers):
-    """x + memory(norm(x)), then the same with levels where they follow, then x + mlp(x).
+    """x + memory(norm(x)), then the same with levels if there are any, then x + mlp(x).
 
-    Its state is that of `memory`, or a `BlockState`. What they are is what `LanguageModelConfig` asks for; each is a
-    layer `(x, state, masks) -> (y, state)`. [LM-MIXER-D1]
+    The memory and the levels are those of a `LanguageModelConfig`, each a layer `(x, state, masks) -> (y, state)`. The
+    state is the memory's, or with levels a `BlockState`. [LM-MIXER-D1]
     """
 
     shares: ClassVar[Shares] = "layers"
@@ -201,7 +203,8 @@ class MemoryBlock(Layers):
         self.mlp = GatedMLP(config.d_model, hidden, generator, **place) if hidden else None
 
     def forward(self, x: Tensor, state: Any, *, mlp: bool = True, **masks: Mask) -> tuple[Tensor, Any]:
-        """The block's output and its state after the last token; for the state alone `mlp` may be left out."""
+        """The block's output and its state after the last token; mlp=False omits the MLP, which the state does not
+        need."""
         alone = mlp and state is not None and x.shape[1] == 1 and not torch.is_grad_enabled()
         if alone and masks.get("write_mask") is masks.get("reset_mask") is None:
             if (output := self._token(x, state)) is not None:
@@ -222,8 +225,8 @@ class MemoryBlock(Layers):
         return (x + self.mlp(x) if mlp and self.mlp is not None else x), state
 
     def _token(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
-        """`forward` of a token alone, with the same bits but for kernels and without torch's calls of modules, each of
-        which takes as long as a product; None where its parts are others, or somebody listens to them."""
+        """`forward` for a single token, without torch's module calls, each of which takes as long as a product; the
+        same bits, except with kernels. None if its modules are of other types, or have hooks."""
         parts: Any = self._modules
         norm, memory, mlp = map(parts.get, ("memory_norm", "memory", "mlp"))
         if parts.get("levels") is not None or type(mlp) is not GatedMLP or torch.compiler.is_compiling():
@@ -243,7 +246,7 @@ class MemoryBlock(Layers):
 
 
 def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn.Module | None]:
-    """A block's memory, and the levels that follow it."""
+    """A block's memory, and the levels after it, if any."""
     sizes = config.d_model, config.heads
     around: dict[str, Any] = {"name": name, **how, **{field: getattr(config, field) for field in _AROUND}}
     memory: nn.Module | None = None
@@ -263,7 +266,7 @@ def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn
             memory = Composed(*sizes, config.attention, memory, name=name, **how)
         except ConfigError as error:
             raise error.under("attention") from None
-    # Drawn in the order in which `reset_parameters` draws anew.
+    # Levels are built last, so that parameters are drawn in the order of `reset_parameters`.
     return memory, None if levels is None else levels()
 
 
@@ -272,7 +275,7 @@ class LanguageModel(nn.Module):
     """Pre-norm blocks of memories and gated MLP between an embedding and a linear head.
 
     `model(tokens [B, T], state=None) -> (logits [B, T, vocab], state)`: any split of a sequence gives the same logits,
-    and a token costs the same whatever came before it. [LM-MODEL-D1]
+    and the cost of a token does not depend on the number of tokens before it. [LM-MODEL-D1]
 
     Args:
         config: sizes and memory, or a mapping of them; `vocab_size` must be set.
@@ -281,7 +284,7 @@ class LanguageModel(nn.Module):
 
     shares: ClassVar[Shares] = "layers"
     block: ClassVar[type[MemoryBlock]] = MemoryBlock
-    """Class of its blocks; a subclass may have its own."""
+    """Class of its blocks; a subclass may use another."""
     config_type: ClassVar[type[LanguageModelConfig]] = LanguageModelConfig
 
     def __init__(
@@ -318,8 +321,7 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, state: tuple[Any, ...] | None = None, *, write_mask: Mask = None, reset_mask: Mask = None
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Logits of the next token at every position, and the state after the last one."""
-        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ShapeError(f"tokens must be int64 or int32 [B, T], got {tokens.dtype} {list(tokens.shape)}")
+        expect_tokens(tokens)
         if state is not None and len(state) != len(self.blocks):
             raise ShapeError(
                 f"state must hold one state for each of {len(self.blocks)} layers, got {len(state)}; was it made by "
@@ -335,15 +337,15 @@ class LanguageModel(nn.Module):
         return self.logits(self.norm(x)), tuple(carried)
 
     def record(self, state: tuple[Any, ...] | None = None) -> tuple[Recorded, ...]:
-        """A state, or that ahead of the first token, whose calls from now on record their last 64 tokens or more, for
-        `take_back`; a call of more tokens is made in two. [LM-BACK-D1]"""
+        """A state (None: that before the first token) that from now on records at least the last 64 tokens, for
+        `take_back`; longer calls are split in two. [LM-BACK-D1]"""
         return tuple(Recorded(before, ()) for before in state or (None,) * len(self.blocks))
 
     def take_back(self, state: tuple[Any, ...], count: int) -> tuple[Recorded, ...]:
-        """A recorded state as it was `count` tokens ago, within rounding, as where a draft is rejected. [LM-BACK-D1]
+        """A recorded state as it was `count` tokens ago, up to rounding, for example to reject a draft. [LM-BACK-D1]
 
         Raises:
-            ConfigError: a state that is not recorded, or fewer tokens than that.
+            ConfigError: a state that is not recorded, or one with fewer recorded tokens.
         """
         if not all(isinstance(before, Recorded) for before in state):
             raise ConfigError("the state is not recorded; begin with `state = model.record(state)`")
@@ -354,11 +356,11 @@ class LanguageModel(nn.Module):
         """Input of the first block `[B, T, d_model]`; `ShapeError` for tokens outside the vocabulary."""
         try:
             return self.scaled(self.embedding(tokens))
-        except IndexError as error:  # on the CPU; a GPU reports it by itself, later and less clearly
+        except IndexError as error:  # raised on the CPU; a GPU reports it later, and less clearly
             raise outside_vocabulary(tokens, self.embedding.num_embeddings) or error from None
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Rows of the embedding as the blocks read them: the tied head needs small ones, the blocks unit scale."""
+        """Rows of the embedding, scaled for the blocks: a tied head needs small rows, the blocks rows of unit scale."""
         return rows * self.config.d_model**0.5
 
     def logits(self, x: Tensor) -> Tensor:
@@ -367,7 +369,8 @@ class LanguageModel(nn.Module):
 
 
 def _level(name: str, period: int) -> LevelConfig:
-    """A residual MLP memory; the steps that a window sums up are as long for every period."""
+    """A level with a residual MLP memory; lr is divided by the period, so that a whole window makes equally long
+    steps at every level."""
     memory = {"structure": {"kind": "mlp", "residual": True}, "algorithm": {"kind": "gd", "lr": 0.16 / period}}
     return LevelConfig(name=name, period=period, memory=MemoryConfig.model_validate(memory))
 
@@ -375,8 +378,8 @@ def _level(name: str, period: int) -> LevelConfig:
 class HopeConfig(LanguageModelConfig):
     """A `LanguageModelConfig` that starts from HOPE's blocks. [LM-HOPE-D1]
 
-    o = self-referential memory of x, then the levels, MLP memories that stand where a transformer has its MLP: their
-    weights are learned, and forgotten by no decay. Projections are read where chunks of 16 tokens start. Hope-Attention
+    o = self-referential memory of x, then the levels, MLP memories in place of a transformer's MLP; their initial
+    weights are learned, and do not decay. Projections are read at the start of every chunk of 16 tokens. Hope-Attention
     is `self_reference=None, attention={"kind": "attention", "window": 256}`.
 
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq 94 to 97.
@@ -403,7 +406,7 @@ class Hope(LanguageModel):
 
 @lru_cache(maxsize=64)
 def parameters_of(config: LanguageModelConfig) -> int:
-    """Numbers of a model's parameters, from one of its blocks and without storage."""
+    """Number of a model's parameters, computed from one of its blocks on the meta device."""
     one = LanguageModel(config.model_copy(update={"layers": 1}), device="meta")
     whole, block = (sum(p.numel() for p in module.parameters()) for module in (one, one.blocks[0]))
     return whole + (config.layers - 1) * block

@@ -30,8 +30,8 @@ class TransformerState(State, _TransformerFields):
 
     Fields:
         layers: the sums of every layer's attention.
-        last: the output at the last written token, `[B, hidden_size]`, 0 before any; None where the
-            whole sequence is the output.
+        last: the output at the last written token, `[B, hidden_size]`, 0 before any; None if the
+            output is the whole sequence.
     """
 
     __slots__ = ()
@@ -42,13 +42,13 @@ class LinearTransformerConfig(Config):
     """Sizes of a `LinearTransformer`, and its attention. [TRF-LIN-D1]
 
     Fields:
-        embed_dim: width of the input; the only one without a default.
-        hidden_size, num_layers, num_heads: width, depth, heads of hidden_size // num_heads.
-        dropout: probability with which training zeroes a channel of what a layer adds; like
-            `nn.Dropout` it draws from torch's own generator.
-        window_size: most tokens of one call; None for any number. No parameter and no state has
-            its size. In Edifice it is the length that the input is compiled for.
-        output: "last" for the last written token alone, "sequence" for every token.
+        embed_dim: width of the input; the only field without a default.
+        hidden_size, num_layers, num_heads: width, depth, number of heads of width hidden_size // num_heads.
+        dropout: probability with which training zeroes a channel of a branch's output; as in
+            `nn.Dropout` it uses torch's global generator.
+        window_size: largest number of tokens of one call; None for any number. No parameter or
+            state depends on it. In Edifice it is the length that the input is compiled for.
+        output: "last" for the last written token only, "sequence" for every token.
         feature_map, causal, normalizer, eps, kv_heads, positions: as in `hecate.nn.LinearAttention`.
         norm: "rms", or "layer" for layer norm, in every block and at the end.
         mlp: "gated" by silu, W_down(silu(W_gate x) * W_up x), or "plain", W_down gelu(W_up x).
@@ -75,13 +75,13 @@ class LinearTransformerConfig(Config):
     bias: bool = False
 
     def conflicts(self) -> Conflicts:
-        """Sizes that do not fit, and what the attention refuses."""
+        """Sizes that do not fit, and anything that the attention refuses."""
         if self.hidden_size % self.num_heads:
             yield ("num_heads",), f"must divide hidden_size={self.hidden_size}, got {self.num_heads}"
         if not hidden_width(self.hidden_size, self.mlp_ratio, "hidden_size") and self.mlp != "gated":
             reason = f"{self.mlp!r} with mlp_ratio={self.mlp_ratio:g}, which leaves the MLP out"
             yield ("mlp",), f"{reason}; give mlp_ratio a number above 0, or leave mlp out"
-        try:  # without storage, so that the attention refuses here what it would refuse
+        try:  # on the meta device, so that the attention refuses here what it would refuse later
             TransformerLayer(self, "layer", device="meta")
         except ConfigError as error:
             raise error.or_at("hidden_size") from None
@@ -127,16 +127,16 @@ class LinearTransformer(nn.Module):
           S_t = S_(t-1) + phi(k_t) v_t^T   [d_phi, d]      z_t = z_(t-1) + phi(k_t)   [d_phi]
           y_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
-    Causal it streams: any split of a sequence gives the same answers, from a state of num_heads d_phi (d + 1) numbers
-    per layer (fewer with `kv_heads`), whatever the length; but for positions that no such state can have, which refuse
-    one. Training keeps O(T) activations. Of a padded sequence (`write_mask` False) the last written token answers.
-    Not causal, a token sees all of its sequence, in one call and without a state. The last token sees all of it either
-    way: with one layer its output is the same, with more it is not, for the tokens that it looks at have then seen what
-    follows them. [TRF-LIN-D1]
+    With causal=True it streams: any split of a sequence gives the same outputs, from a state of num_heads d_phi (d + 1)
+    numbers per layer (fewer with `kv_heads`), whatever the length; kinds of `positions` that cannot stream refuse a
+    state. Training keeps O(T) activations. With padding (`write_mask` False) the output "last" is that of the last
+    written token. With causal=False a token sees its whole sequence, in one call and without a state. The last token
+    sees all of it either way: with one layer its output is the same, with more it is not, because the tokens that it
+    attends to have then seen the tokens after them. [TRF-LIN-D1]
 
-    Cost: per token and head 2 d_phi d multiplications, and phi, where softmax attention over N tokens takes 2 N d:
-    fewer from N > d_phi on, or 2 d_phi where a causal softmax skips what it does not see. Which is faster at what N is
-    a matter of the kernels.
+    Cost: per token and head 2 d_phi d multiplications, and phi; softmax attention over N tokens takes 2 N d, which is
+    more for N > d_phi, or for N > 2 d_phi if a causal softmax skips masked pairs. Which of the two is faster at a given
+    N depends on the kernels.
 
     References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). Options are named as in the Elixir
     library Edifice, whose blocks are those of norm="layer", mlp="plain", bias=True, eps=1e-6."""
@@ -169,18 +169,18 @@ class LinearTransformer(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> Self:
-        """A model of these fields of `LinearTransformerConfig`."""
+        """Builds a model from the fields of a `LinearTransformerConfig`."""
         config = LinearTransformerConfig.model_validate(options)
         return cls(config, generator=generator, device=device, dtype=dtype)
 
     @classmethod
     def output_size(cls, **options: Any) -> int:
-        """Width of what a model of these options returns."""
+        """Width of the output of a model with these options."""
         return LinearTransformerConfig.model_validate(options).hidden_size
 
     @classmethod
     def param_count(cls, **options: Any) -> int:
-        """Learned numbers of a model of these options, counted on one without storage (meta)."""
+        """Number of parameters of a model with these options, counted on the meta device."""
         return sum(item.numel() for item in cls.build(device="meta", **options).parameters())
 
     @classmethod
@@ -197,16 +197,16 @@ class LinearTransformer(nn.Module):
     ) -> tuple[Tensor, TransformerState | None]:
         """One pass over x `[B, T, embed_dim]` from a state; masks are bool `[B, T]`.
 
-        `write_mask` is False at padding, `reset_mask` True where a document starts. Not causal,
-        the state is None.
+        `write_mask` is False at padding, `reset_mask` True where a document starts. With
+        causal=False the state is None.
         """
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         check_sequence(self.project.weight, x, **masks)
         self._check(x, state)
         if write_mask is not None and self.config.output == "last":
-            # What padding asks is answered to nobody: so that nothing of it reaches a gradient.
+            # Outputs at padding are not used; zeroing its inputs keeps them out of gradients.
             x = torch.where(write_mask.unsqueeze(-1), x, 0.0)
-        # Under autocast, too, what layers add to has the parameters' precision.
+        # Under autocast, too, the residual stream has the parameters' precision.
         h, carried = self.project(x).to(self.project.weight.dtype), []
         for index, layer in enumerate(self.layers):
             h, after = layer(h, None if state is None else state.layers[index], **masks)
@@ -242,7 +242,7 @@ class LinearTransformer(nn.Module):
 
 
 def _last(y: Tensor, before: Tensor | None, write_mask: Mask) -> Tensor:
-    """y at the last written token, `[B, width]`; where there is none, what was before it, or 0."""
+    """y at the last written token, `[B, width]`; for rows without one the earlier value, or 0."""
     before = y.new_zeros(y.shape[0], y.shape[-1]) if before is None else before
     if not y.shape[1]:
         return before

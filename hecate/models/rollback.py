@@ -1,9 +1,9 @@
-"""Taking the last tokens of a layer back: the state ahead of them and the layer's inputs since then.
+"""Taking back the last tokens of a layer, by keeping earlier states and the inputs since then.
 
-A memory cannot unwrite, but its state is a value: the one ahead of a call costs nothing to keep, and the call can be
-made again with fewer tokens. That needs no knowledge of a rule, and goes for memories, levels, convolutions and windows
-of attention alike. Every call is a place to go on from; of older ones neighbours are joined, so that few states are
-kept, and as many tokens are run again as are taken back, about.
+A memory cannot undo a write, but its state is a value: the state before a call can be kept at no cost, and the call can
+be repeated with fewer tokens. This needs no knowledge of a rule, and works for memories, levels, convolutions and
+windows of attention alike. Neighbouring older calls are joined, so that few states are kept; about as many tokens are
+run again as are taken back.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class RecordedCall(State, _CallFields):
     """A call of a layer.
 
     Fields:
-        state: that ahead of it; None ahead of the first token.
+        state: the state before it; None before the first token.
         x: the layer's inputs `[B, T, d_model]`.
-        write_mask, reset_mask: as they were given, bool `[B, T]`.
+        write_mask, reset_mask: the masks of the call, bool `[B, T]`, or None.
     """
 
     __slots__ = ()
@@ -46,7 +46,7 @@ class RecordedCall(State, _CallFields):
 
     @property
     def tokens(self) -> int:
-        """Their number."""
+        """Number of tokens of the call."""
         return self.x.shape[1]
 
     @property
@@ -55,7 +55,7 @@ class RecordedCall(State, _CallFields):
         return {"write_mask": self.write_mask, "reset_mask": self.reset_mask}
 
     def part(self, start: int, end: int) -> RecordedCall:
-        """Some of its tokens, of which the first has the same state ahead of it as the call."""
+        """The call with only the tokens `start .. end`; its state stays that before the whole call."""
         write, reset = (None if mask is None else mask[:, start:end] for mask in (self.write_mask, self.reset_mask))
         return RecordedCall(self.state, self.x[:, start:end], write, reset)
 
@@ -66,7 +66,7 @@ class _RecordedFields(NamedTuple):
 
 
 class Recorded(State, _RecordedFields):
-    """A layer's state, and the calls that its last tokens came by, the oldest first. [LM-BACK-D1]"""
+    """A layer's state, and the calls with its last tokens, oldest first. [LM-BACK-D1]"""
 
     __slots__ = ()
     whole = ()
@@ -80,9 +80,10 @@ class Recorded(State, _RecordedFields):
 def advance(
     run: Run, x: Tensor, past: Recorded, most: int = WINDOW, *, write_mask: Tensor | None, reset_mask: Tensor | None
 ) -> tuple[Tensor, Recorded]:
-    """The layer's output `[B, T, d_model]`, and its state with the last `most` tokens recorded, or up to twice as many.
+    """The layer's output `[B, T, d_model]`, and its state with at least the last `most` tokens recorded, if there are
+    so many, and at most twice as many.
 
-    A longer call is made in two: its first tokens are not kept.
+    A longer call is split in two, of which only the second, the last `most` tokens, is recorded.
     """
     state, calls, outputs = past.state, past.calls, []
     whole = RecordedCall(state, x, write_mask, reset_mask)
@@ -92,7 +93,7 @@ def advance(
         y, state = run(first.x, state, **first.masks)
         outputs.append(y)
         rest = whole.part(edge, x.shape[1])
-        # A clone: a part of the inputs would keep all of them.
+        # A clone: a view of the inputs would keep all of them in memory.
         whole, calls = RecordedCall(state, rest.x.clone(), rest.write_mask, rest.reset_mask), ()
     y, state = run(whole.x, state, **whole.masks)
     outputs.append(y)
@@ -110,7 +111,7 @@ def check_recorded(past: Recorded, count: int) -> None:
 
 
 def take_back(run: Run, past: Recorded, count: int) -> Recorded:
-    """The state as it was `count` tokens ago, within rounding; those before them can still be taken back.
+    """The state as it was `count` tokens ago, up to rounding; the tokens recorded before these can still be taken back.
 
     Raises:
         ConfigError: more tokens than are recorded.
@@ -129,8 +130,8 @@ def take_back(run: Run, past: Recorded, count: int) -> Recorded:
 
 
 def _shorten(calls: list[RecordedCall], most: int) -> tuple[RecordedCall, ...]:
-    """Without calls beyond the last `most` tokens; two neighbours no longer than all that follow them are one, so that
-    the states kept grow as the logarithm of the tokens."""
+    """The calls without those before the last `most` tokens. Two neighbours that together are no longer than all calls
+    after them are joined, so that the number of states grows as the logarithm of the tokens."""
     after = [0, *accumulate(call.tokens for call in reversed(calls))]
     while len(calls) > 1 and after[len(calls) - 1] >= most:
         del calls[0]
@@ -144,7 +145,7 @@ def _shorten(calls: list[RecordedCall], most: int) -> tuple[RecordedCall, ...]:
 
 
 def _join_calls(first: RecordedCall, second: RecordedCall) -> RecordedCall:
-    """Two calls as one."""
+    """Joins two consecutive calls into one."""
 
     def both(a: Tensor | None, b: Tensor | None, left_out: bool) -> Tensor | None:
         if a is None and b is None:

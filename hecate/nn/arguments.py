@@ -1,4 +1,4 @@
-"""Checks of what a caller builds a layer of and passes to it."""
+"""Checks of the arguments that a layer is built and called with."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hecate.nn.conv import QKNorm, ShortConv
 from hecate.rule import LAYER, LayerOptions, MemoryConfig
 from hecate.tape import Autodiff
 
-Mask = Tensor | None  # bool [B, T]; None where it holds for every token, or for none
+Mask = Tensor | None  # bool [B, T]; None stands for all tokens written, or none reset
 Firing = Literal["always", "learned"]
 S = TypeVar("S")
 
 
 def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> tuple[int, int]:
-    """d_key and d_value, each d_model // heads where it is None; refuses what are no positive integers or do not fit
+    """d_key and d_value, by default d_model // heads; refuses sizes that are not positive integers or do not fit
     together."""
     sizes: dict[str, Any] = {"d_model": d_model, "heads": heads, "d_key": d_key, "d_value": d_value}
     for name, size in sizes.items():
@@ -41,7 +41,7 @@ def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None
 def check_options(
     config: MemoryConfig, heads: int, conv_kernel: int, qk_norm: QKNorm, output_gate: bool
 ) -> LayerOptions:
-    """The options of a config's layer; refuses those that nothing would read, or that do not fit together."""
+    """The options of a config's layer; refuses those that would have no effect, or that contradict one another."""
     options = config.layer_options or LAYER
 
     def refuse(path: str, reason: str) -> NoReturn:
@@ -62,8 +62,8 @@ def check_options(
 
 
 def check_engine(config: MemoryConfig, engine: EngineName, autodiff: Autodiff) -> None:
-    """Refuses at build what every scan of the layer would refuse; whether the engine can run here, on this device and
-    these tensors, is asked of each."""
+    """Refuses, when the layer is built, engine options that every scan of it would refuse; if the engine can run on a
+    call's device and tensors is checked in each call."""
     check_exact(config, engine)
     expect_choice(autodiff, "autodiff", get_args(Autodiff))
 
@@ -98,8 +98,8 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
 
 
 def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tensor | None) -> None:
-    """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks; not while
-    `torch.compile` traces."""
+    """Refuses an input that does not fit a layer's first weight `[out, d_model]`, and masks that do not fit the input;
+    checks nothing while `torch.compile` traces."""
     if torch.compiler.is_compiling():
         return
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
@@ -127,7 +127,7 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
 
 
 def check_length(x: Tensor, what: str) -> None:
-    """Refuses x `[B, T, ...]` whose T torch.export leaves open, to what walks a sequence in steps of its own.
+    """Refuses x `[B, T, ...]` if torch.export leaves T open, for code that loops over tokens in Python.
     [ENG-EXPORT-D1]"""
     if not isinstance(x.shape[1], int):
         raise ConfigError(
@@ -137,8 +137,8 @@ def check_length(x: Tensor, what: str) -> None:
 
 
 def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:
-    """Refuses a state of another type than a layer, called `name`, returns; whether there is one to look at: None is
-    none, and `torch.compile` looks at none."""
+    """True if there is a state whose tensors can be checked: not for None, nor while `torch.compile` traces. Refuses a
+    state of another type than the layer, called `name`, returns."""
     if state is None or torch.compiler.is_compiling():
         return False
     if not isinstance(state, kind):
@@ -148,7 +148,8 @@ def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:
 
 
 def check_tensors(x: Tensor, tensors: dict[str, tuple[Tensor | None, Any]], name: str = "") -> None:
-    """Refuses tensors of a state that are not of the shapes beside them, None for none, or not where the input is."""
+    """Refuses tensors of a state that do not have the shapes given with them (None: no tensor), or not the device of
+    the input."""
     for field, (tensor, expected) in tensors.items():
         shape, expected = None if tensor is None else list(tensor.shape), None if expected is None else list(expected)
         if shape != expected:

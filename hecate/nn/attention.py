@@ -51,7 +51,7 @@ class LinearAttention(FeatureParameters):
         d_key, d_value: per head; default d_model // heads.
         d_context: width of `context`; None for self-attention.
         positions: what the distance of two tokens does; see `hecate.nn.positions`.
-        dropout: share of the heads' answers set to 0 ahead of W_out while training. Weights are
+        dropout: share of the heads' answers set to 0 before W_out while training. Weights are
             never formed, so none can be dropped. Like `nn.Dropout` it draws from torch's own generator.
         eps: added to the sum of weights.
         bias: whether the projections have biases, 0 at the start.
@@ -143,14 +143,14 @@ class LinearAttention(FeatureParameters):
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "cu_seqlens": cu_seqlens}
         self._check_inputs(x, state, context, masks)
         q, k, v = self.projected(x, context, write_mask)
-        # y [B, T, heads, V], one row a head, side by side to W_out.
+        # y [B, T, heads, V], concatenated over heads for W_out.
         y, after = self.attend(q, k, v, state, **masks)
         return self.out(F.dropout(y.flatten(-2), self.dropout, self.training)), after
 
     def projected(
         self, x: Tensor, context: Tensor | None = None, write_mask: Mask = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[B, T, H, D]` of x, and k `[B, S, G, D]` and v `[B, S, G, V]` of the tokens that are seen."""
+        """q `[B, T, H, D]` of x, and k `[B, S, G, D]` and v `[B, S, G, V]` of the context, or of x without one."""
         source = context if self.d_context is not None else x
         if source is None:  # nothing new to see
             source = x.new_zeros(x.shape[0], 0, self.key_value.in_features)
@@ -193,7 +193,7 @@ class LinearAttention(FeatureParameters):
         phi, turns = _repeat_heads((self.phi_params, self.position_params.tensors), group, 0)
         weights = Weights(self.feature_map, phi, self.positions, turns)
         place, _ = weights.places(state, write_mask, reset_mask, k)
-        # Turned ahead of phi, as `linear_attention` does; what turns features is no memory.
+        # Rotated before phi, as in `linear_attention`; with rotated features the layer is not a memory.
         q, k = weights.turned(q, place), weights.turned(k, place)
         fields = {"feature_map": self.feature_map, "normalizer": self.normalizer}
         config = MEMORIES["after", self.positions.weighs_distance].model_copy(update=fields)
@@ -203,7 +203,7 @@ class LinearAttention(FeatureParameters):
 
     def per_query_head(self, state: MemoryState) -> MemoryState:
         """A state as that of the scan which `asked` describes."""
-        # `seen` has a row a sequence and no heads to repeat.
+        # `seen` has a row per sequence, and no heads.
         memory: MemoryState = _repeat_heads(state._replace(seen=None), self.heads // self.kv_heads, 1)
         return memory._replace(seen=state.seen if self.feature_map.needs_position else None)
 
@@ -269,7 +269,7 @@ class LinearAttention(FeatureParameters):
 
 
 def _repeat_heads(tree: Any, group: int, axis: int) -> Any:
-    """Every key head of a pytree as often as it has query heads."""
+    """A pytree with every key head repeated for each of its query heads."""
     return pytree.tree_map_only(Tensor, lambda x: x.repeat_interleave(group, axis), tree)
 
 

@@ -4,7 +4,7 @@ and the MLPs of models; a token alone between the products with weights.
 Each is written once, in plain torch, and beside it a forward and a derivative that keep its inputs alone: on a CPU two
 kernels that pass over a tensor once (the extra `cpu`; float32, float64, and bfloat16 as it lies). Plain torch runs
 where torch has to see every operation, for second derivatives, on other devices and dtypes, where a tensor is too small
-for a kernel to pay, and for a token alone, which has the same bits by every way in torch, and kernels of its own.
+for a kernel to pay, and for a single token: it has the same bits however torch computes it, and kernels of its own.
 [NN-BLOCK-D1, NN-TOKEN-D1]
 
 RMS norms are torch's, with a slope at 0 that does not grow from layer to layer: that of x / sqrt(mean(x^2) + 1e-6) is
@@ -32,11 +32,11 @@ from hecate.tape import STEADY, ByHand, can_inspect, is_traced
 from hecate.tape.ops import largest, levelling, reach
 
 EXACT = (torch.float32, torch.float64)  # dtypes in which torch sums as it adds
-EPS = 1e-6  # beside lengths, squared; beside mean squares, as it is
-LEAST = 1 << 16  # numbers from which a kernel pays for its call
-SHARE = 1 << 18  # numbers, those of memories among them, that are worth a thread of their own
+EPS = 1e-6  # RMS norms add it to mean squares, `units` adds its square
+LEAST = 1 << 16  # the least size of a tensor at which a kernel pays for its call
+SHARE = 1 << 18  # numbers, those of memories included, that are worth another thread
 _LOW = (torch.float32, torch.bfloat16), torch.float32, 16
-# Of a dtype: those that kernels take beside it, that in which they compute, and the numbers of a vector.
+# By the dtype of x: dtypes that kernels take for the other tensors, the one they compute in, numbers in a vector.
 _DTYPES = {torch.float64: ((torch.float64,), torch.float64, 8), torch.float32: _LOW, torch.bfloat16: _LOW}
 _kernels: Callable[[], Any] = partial(load_kernels, "fused")
 
@@ -44,8 +44,10 @@ _kernels: Callable[[], Any] = partial(load_kernels, "fused")
 def _fused(
     passes: Callable[..., Any], fits: Callable[..., bool] | None = None, *, several: bool = False
 ) -> Callable[[Any], Any]:
-    """Gives a function of tensors in plain torch its passes by kernels: `passes(inputs, keeps, **form) -> (outputs,
-    record)`, and `passes(inputs, record, cotangents, **form) -> cotangents`. `fits(*inputs)`: whether they can run."""
+    """Decorator of a function in plain torch: where kernels can run, they replace its forward and backward pass.
+
+    `passes(inputs, keeps, **form) -> (outputs, record)` runs them forward, and `passes(inputs, record, cotangents,
+    **form) -> cotangents` backward; `fits(*inputs)` may rule out inputs. `several`: the function returns a tuple."""
 
     def decorate(plain: Callable[..., Any]) -> Any:
         @cache
@@ -74,8 +76,8 @@ def _fused(
 
 
 def _arrays(width: int, x: Tensor, *others: Tensor | None) -> tuple[int, list[Any]]:
-    """Tensors `[tokens.., rows, D]` as the flat arrays of kernels, rows filled up to a width unless that is 0, bfloat16
-    as integers; and how far tokens of x lie apart, those of the others being side by side."""
+    """The stride between tokens of x, which may lie apart, and x and the others, `[tokens.., rows, D]`, as flat arrays
+    for kernels: rows padded to `width` (0: as they are), bfloat16 read as integers, the others contiguous."""
     arrays: list[Any] = []
     apart = 0
     item: Any
@@ -123,7 +125,7 @@ def _convolve(inputs: Any, _: Any, cotangents: Any = None, *, active: bool) -> A
 def convolution(
     x: Tensor, past: Tensor | None, weight: Tensor, segment: Tensor | None, written: Tensor | None, *, active: bool
 ) -> Tensor:
-    """y_t = silu(sum_j w_j x_(t-j)), or without SiLU; `ShortConv` tells of past, documents and masks. [NN-CONV-D1]
+    """y_t = silu(sum_j w_j x_(t-j)), or without SiLU; `ShortConv` explains past, documents and masks. [NN-CONV-D1]
 
     Shapes: x, y `[B, T, C]`, past `[B, K-1, C]`, weight `[K, C]`, segment `[B, K-1+T]` int64, written `[B, T]` bool.
     """
@@ -142,7 +144,7 @@ def convolution(
 
 def _norm(size: float, eps: float, x: Tensor, weight: Any, gate: Any, dtype: Any, g: Any = None) -> tuple[Any, ...]:
     """w x / sqrt(|x|^2 / size + eps) silu(gate) of x, gate `[tokens.., rows, D]`, weight `[rows, D]`, by a kernel, and
-    whether a square was no finite number; with g, the cotangents of x, weight and gate."""
+    a flag that is set if a square was not finite; with g, the cotangents of x, weight and gate."""
     (*shape, heads, channels), kernels, (_, wide, step) = x.shape, _kernels(), _DTYPES[x.dtype]
     width = -(-channels // step) * step
     parts, whole = -(-(count := math.prod(shape)) // kernels.PART), (*shape, heads, width)
@@ -163,12 +165,12 @@ def _norm(size: float, eps: float, x: Tensor, weight: Any, gate: Any, dtype: Any
 
 
 def normalised(x: Tensor, norm: str, eps: float | Tensor = EPS, *, looks: bool) -> Tensor:
-    """A tensor of `units`; `looks`: whether a look at values costs nothing."""
+    """One of the tensors of `units`; `looks`: whether values can be read without waiting for a device."""
     wide = x if x.dtype in EXACT else x.to(torch.float32)
     mean = torch.sum if norm == "l2" else torch.mean
     size = mean(wide.square(), -1, keepdim=True)
     if not (looks and math.isfinite(size.sum().item())):
-        # Too long to be squared: brought near 1, and eps with it.
+        # Some may be too long to be squared: those are scaled to about 1, and eps with them.
         longest = largest(wide)
         level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)
         wide, eps = wide * level, eps * level
@@ -179,11 +181,11 @@ def normalised(x: Tensor, norm: str, eps: float | Tensor = EPS, *, looks: bool) 
 
 def _units(tensors: Any, odd: Any, cotangents: Any = None, *, norm: str, eps: float = EPS) -> Any:
     plain: Any = partial(units.__wrapped__, norm=norm, eps=eps)
-    if cotangents is not None and odd:  # too long to be squared, or no number
+    if cotangents is not None and odd:  # too long to be squared, or not finite
         return ByHand("nn.units", plain, plain, plain).by_autograd(tensors, cotangents)
     outputs = []
     for at, x in enumerate(tensors):
-        rows = x.flatten(2, -2) if x.dim() > 3 else x.unsqueeze(-2)  # no copy where tokens alone lie apart
+        rows = x.flatten(2, -2) if x.dim() > 3 else x.unsqueeze(-2)  # a view, not a copy, if only tokens lie apart
         form = 1.0 if norm == "l2" else x.shape[-1], eps * eps, rows, None, None, x.dtype
         y, odd, *_ = _norm(*form) if cotangents is None else _norm(*form, cotangents[at])
         if cotangents is None and odd:
@@ -194,8 +196,8 @@ def _units(tensors: Any, odd: Any, cotangents: Any = None, *, norm: str, eps: fl
 
 @_fused(_units, several=True)
 def units(*tensors: Tensor, norm: str, eps: float = EPS) -> tuple[Tensor, ...]:
-    """Rows `[B, T, ..., D]` at length 1, "l2", or at root mean square 1, "rms", in float32 or better. Zeros stay zeros,
-    with slope 1. [NN-MEM-D2]"""
+    """Rows `[B, T, ..., D]` scaled to length 1 ("l2") or root mean square 1 ("rms"), in float32 or better. A zero row
+    stays zero, with slope 1. [NN-MEM-D2]"""
     looks, outputs = can_inspect(*tensors, free=True), []
     for x in tensors:
         outputs.append(normalised(x, norm, eps, looks=looks))
@@ -213,7 +215,7 @@ def _rms(inputs: Any, _: Any, cotangents: Any = None) -> Any:
 
 @_fused(_rms)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = EPS) -> Tensor:
-    """`torch.rms_norm` of rows `[..., D]` with eps = 1e-6; where one is 0 its derivative is the weight. [NN-MEM-D2]"""
+    """`torch.rms_norm` of rows `[..., D]` with eps = 1e-6, but a zero row's derivative is the weight. [NN-MEM-D2]"""
     y = torch.rms_norm(x, x.shape[-1:], weight, eps)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return y
@@ -231,7 +233,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(width, eps=EPS, **place)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The rows, at root mean square 1, times the weight."""
+        """Rows scaled to root mean square 1, times the weight."""
         return rms_norm(x, self.weight)
 
 
@@ -247,7 +249,7 @@ def _readout(inputs: Any, _: Any, cotangents: Any = None, *, eps: float = EPS) -
 
 @_fused(_readout)
 def readout(y: Tensor, weight: Tensor, gate: Tensor | None, *, eps: float = EPS) -> Tensor:
-    """rms(y) weight silu(gate), heads side by side; without a gate the norm alone.
+    """rms(y) weight silu(gate), the heads concatenated; without a gate the norm alone.
 
     Shapes: y `[B, T, H, V]`, weight `[H, V]`, gate and result `[B, T, H V]`.
     """
@@ -283,7 +285,7 @@ class Layers(nn.Module):
 
 
 def hidden_width(width: int, ratio: float, name: str) -> int:
-    """The hidden units that `mlp_ratio` gives a width of this name: 0, or at least one."""
+    """Number of hidden units for a `mlp_ratio` and a width, which errors call `name`: 0, or at least one."""
     if 0 < ratio * width < 1:
         raise ConfigError(
             f"gives no hidden unit at {name}={width}, got {ratio:g}; set it to 0 or to at least {1 / width:g}",
@@ -296,14 +298,14 @@ Norm = Literal["rms", "layer"]
 
 
 def norm_of(norm: Norm, width: int, **place: Any) -> nn.RMSNorm | nn.LayerNorm:
-    """The norm of a width: of the root mean square, or of mean and variance with a learned shift."""
+    """A norm over `width` channels: by root mean square, or by mean and variance with a learned shift."""
     return RMSNorm(width, **place) if norm == "rms" else nn.LayerNorm(width, eps=1e-5, **place)
 
 
 class GatedMLP(Layers):
     """W_down(silu(W_gate x) * W_up x) of the normalised input."""
 
-    parts: ClassVar[int] = 2  # matrices of the width of `hidden` that the input meets
+    parts: ClassVar[int] = 2  # matrices `[hidden, width]` that multiply the input
 
     def __init__(
         self,
@@ -340,7 +342,7 @@ class PlainMLP(GatedMLP):
 MLPS = {"gated": GatedMLP, "plain": PlainMLP}
 
 
-# One token: a `Memory` between its projections, norms, SwiGLU.
+# A single token: a `Memory` between its projections, norms, SwiGLU.
 
 STEP = {torch.float32: 16, torch.float64: 8}  # numbers of a vector
 _AROUND = LAYER.key_heads, LAYER.conv, LAYER.output
@@ -348,8 +350,8 @@ _COUNTS = np.zeros(1, np.int64)
 
 
 def token_kernels(x: Tensor, *widths: int) -> Any:
-    """The kernels, where they take such tensors in rows of these widths; None elsewhere, where torch has to see every
-    operation, and within `exact`, whose bits do not depend on them."""
+    """The module of kernels for a single token, if they take tensors like x with rows of these widths; else None, as
+    also where torch has to see every operation, and under `exact`, whose bits must not depend on them."""
     step = STEP.get(x.dtype)
     if step is None or not x.is_cpu or STEADY.get() or torch.is_autocast_enabled("cpu") or is_traced():
         return None
@@ -372,7 +374,7 @@ def _norms(dtype: torch.dtype, P: int, qk_norm: str, qk_eps: float, key_norm: st
 
 
 def _addresses(dtype: torch.dtype, tensors: Iterable[tuple[Tensor | None, int]]) -> list[int] | None:
-    """Addresses of tensors of so many numbers, 0 of None; None where one is not as kernels take it."""
+    """Addresses of tensors, each given with its size, 0 for None; None if kernels cannot take one of them."""
     addresses = []
     for tensor, size in tensors:
         if tensor is None:
@@ -382,12 +384,12 @@ def _addresses(dtype: torch.dtype, tensors: Iterable[tuple[Tensor | None, int]])
             return None
         addresses.append(place := tensor.data_ptr())
         if not place and size:
-            return None  # zeros that torch has not laid out
+            return None  # zeros that have no storage yet
     return addresses
 
 
 def add_norm(kernels: Any, x: Tensor, more: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x + more, or x, and that at root mean square 1 times the weight: rows of a token, by kernels if there are any."""
+    """x + more (x where that is None), and its RMS norm times the weight: for a single token, by kernels if given."""
     width, size = x.shape[-1], x.numel()
     addresses = kernels and _addresses(x.dtype, ((x, size), (more, size), (weight, width)))
     if not addresses:
@@ -399,9 +401,9 @@ def add_norm(kernels: Any, x: Tensor, more: Tensor | None, weight: Tensor) -> tu
 
 
 def gated_product(kernels: Any, x: Tensor) -> Tensor:
-    """silu(a) b of rows [a, b] of a token, by kernels if there are any."""
+    """silu(a) b of rows [a, b] of a single token, by kernels if given."""
     width, rest = divmod(x.shape[-1], 2)
-    whole = kernels and not rest and not width % STEP[x.dtype]  # as wide as the weight behind it, if that fits
+    whole = kernels and not rest and not width % STEP[x.dtype]  # as wide as the weight after it, without padding
     if not (addresses := whole and _addresses(x.dtype, ((x, x.numel()),))):
         return swiglu.__wrapped__(x)
     y = x.new_empty(*x.shape[:-1], width)
@@ -410,7 +412,7 @@ def gated_product(kernels: Any, x: Tensor) -> Tensor:
 
 
 def form_of(layer: Any, conv: Any) -> TokenForm | None:
-    """The form of a `Memory` that does with a token what the kernel computes; None of another."""
+    """The form in which the kernel of a single token runs a `Memory`; None if it computes something else."""
     config, options = layer.config, layer.config.layer_options
     if options is not None and (options.key_heads, options.conv, options.output) != _AROUND:
         return None
@@ -425,7 +427,7 @@ _NAMED = [dict] * 4
 
 
 def _tensors_of(form: TokenForm, config: Any, state: Any) -> StateTensors | None:
-    """Tensors of a state; None where it has other parts than the config's own, which the whole way has to say."""
+    """Tensors of a state; None if it has other fields than this config uses, for `forward` to refuse."""
     if type(state) is not MemoryState or [*map(type, state[:4])] != _NAMED:
         return None
     memory, slots, anchor, pending, position, normalizer, count, readout = state
@@ -451,11 +453,11 @@ def layer_token(
     kernels: Any, layer: Any, form: TokenForm, gates: Any, conv: Any, x: Tensor, mixed: Tensor, opened: Tensor | None,
     past: Tensor, state: MemoryState,
 ) -> tuple[Tensor, MemoryState, Tensor] | None:  # fmt: skip
-    """The normalised and gated answers `[B, 1, H V]` of a token x, and the memory and the convolution's past after it;
-    None where tensors are others than the kernel takes, or what it leaves is not finite.
+    """The normalised and gated answers `[B, 1, H V]` to a single token x, and the memory's state and the convolution's
+    past after it; None if the kernel cannot take these tensors, or its results are not finite.
 
-    mixed `[B, 1, H (2 P + V)]` has the projections, opened `[B, 1, H V]` those of the output gate, past
-    `[B, K-1, H (2 P + V)]` what the convolution saw before.
+    mixed `[B, 1, H (2 P + V)]` is x projected to q, k and v, opened `[B, 1, H V]` the output gate's logits, past
+    `[B, K-1, H (2 P + V)]` the convolution's last inputs.
     """
     config, dtype, heads, P, V = layer.config, mixed.dtype, layer.heads, layer.d_key, layer.d_value
     taps, norm = conv._parameters.get("weight"), layer._parameters.get("norm")
@@ -464,7 +466,7 @@ def layer_token(
     count, cells, wide = batch * heads, batch * heads * V * P, heads * (2 * P + V)
     tensors = _tensors_of(form, config, state)
     if tensors is None or config.dtype == torch.float64 != dtype:
-        return None  # a state of another config, or one that the whole way widens
+        return None  # a state of another config, or one that `forward` casts to float64
     memory, moved, gathered, _ = tensors
     channels, weights = False, gates.plain()
     if weights is None:
@@ -502,6 +504,6 @@ def layer_token(
         totals.append(kernels.token(*sizes, *flags, numbers, _COUNTS, rows.data_ptr(), *read, *at, *behind, *into))
 
     share_out(work, count, cells, SHARE)
-    if not math.isfinite(sum(totals)):  # the kernel has left off, so that there is nothing to hand on
+    if not math.isfinite(sum(totals)):  # the kernel stopped there, and its results are not complete
         return None
     return y, _state_of(form, state, new), after

@@ -267,18 +267,18 @@ class Composed(nn.Module):
             state = ComposedState(attention, memory, state.start, place)
             if closes:
                 start = memory
-                if self.reach:  # what convolutions hold would reach into reads, and where x is cut into others of them
+                if self.reach:  # zeros flush a convolution's state, which reads would see, depending on where x is cut
                     none = x.new_zeros(x.shape[0], self.reach, self.d_model)
                     _, start = self.memory(none, memory, write_mask=torch.zeros_like(none[..., 0], dtype=torch.bool))
                 # Attention ends with its segment: the next one sees none of its cache.
                 begun = fresh._replace(memory=memory, start=start)
                 state = where_rows(place == size, begun, state)
-        if state.start is start:  # of a segment that goes on: no result is an input
+        if state.start is start:  # the segment goes on; a copy, as no result may be an input
             state = state._replace(start=pytree.tree_map_only(Tensor, torch.clone, start))
         return torch.cat(ys, 1), state
 
     def _fresh(self, x: Tensor) -> ComposedState:
-        """The state before any token; refuses one of the memory's that cannot be taken apart sequence by sequence."""
+        """The state before the first token; refuses a memory whose state cannot be split by sequences."""
         none = x[:, :0]
         _, attention = self.attention(none, beside=none)
         _, memory = self.memory(none)
@@ -316,11 +316,11 @@ class Composed(nn.Module):
 def spans_of(
     place: Tensor, length: int, write: Mask, reset: Mask, size: int
 ) -> Iterator[tuple[slice, bool, bool, bool]]:
-    """The spans of `length` tokens in which no sequence begins a segment or document but with the span; `place` `[B]`
-    tokens are in a segment.
+    """Spans of `length` tokens, cut wherever some sequence begins a segment or document; `place` `[B]` tokens of the
+    present segment have gone before.
 
     With each: whether some sequence begins a document, some completes a segment, all are at the beginning of one."""
-    if place.is_meta:  # without numbers, whole segments
+    if place.is_meta:  # no values to read: whole segments
         yield from (
             (slice(at, min(at + size, length)), False, at + size <= length, True) for at in range(0, length, size)
         )
@@ -336,7 +336,7 @@ def spans_of(
         yield from ((slice(t, t + 1), reset is not None, True, False) for t in range(length))
         return
     restarts, closes, aligned = torch.stack([*(flag.any(0) for flag in flags), (within == 0).all(0)]).tolist()
-    # A span ends wherever any sequence of the batch begins anew: rows go on together.
+    # A span ends wherever any sequence of the batch begins a segment: all rows are cut together.
     cuts = {0, length} | {t for t, restart in enumerate(restarts) if restart}
     cuts |= {t + 1 for t, close in enumerate(closes) if close}
     for at, end in pairwise(sorted(cuts)):

@@ -20,7 +20,7 @@ QK_NORMS = get_args(QKNorm)
 DEFAULT_QK_NORM: QKNorm = "l2"
 DEFAULT_CONV_KERNEL = 4
 _DEFAULTS = {"qk_norm": DEFAULT_QK_NORM, "conv_kernel": DEFAULT_CONV_KERNEL}
-IN_ORDER = 4  # rows that its sum on a CPU adds one by one
+IN_ORDER = 4  # up to so many rows torch's sum on a CPU adds one after the other
 
 
 class ShortConv(nn.Module):
@@ -29,8 +29,8 @@ class ShortConv(nn.Module):
     Without `activation` the sum as it is; with `bias` plus b, 0 at first.
     Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
     `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that would reach into
-    another document reads zero. A token that is not `written` `[B, T]` sees itself and is zero to the tokens after it;
-    in a layer whose convolution is `inert` it takes no place at all, as if it were not there, and sees itself alone.
+    another document reads zero. A token that is not `written` `[B, T]` sees itself and counts as zero for the tokens
+    after it. If the convolution is `inert`, such a token sees only itself, and to the others it is not there at all.
     [NN-CONV-I4]
     """
 
@@ -86,7 +86,7 @@ class ShortConv(nn.Module):
         return y, torch.cat([before[:, length - old :], last], 1)
 
     def token(self, x: Tensor, past: Tensor, split: Any = torch.split_with_sizes) -> tuple[Tensor, Tensor]:
-        """`forward` for x `[B, 1, C]`: the same sum in the same order, of products that are taken at once."""
+        """`forward` for x `[B, 1, C]`: the same sum in the same order, its products by one multiplication."""
         past = past if past.dtype == x.dtype else past.to(x.dtype)
         # The state is [B, K - 1, C], the oldest first; weights begin with the token's own.
         taps = split(past, (1,) * (self.kernel - 1), 1)
@@ -106,8 +106,8 @@ def convolved(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A layer's convolution under its masks: the result, and `conv` and `conv_segment` of the layer's new state.
 
-    A masked token is zero to the tokens after it and reads with its own input, or takes no place where the convolution
-    is `inert`; a reset hides earlier documents. None leaves x as it is.
+    A masked token counts as zero for the tokens after it and reads with its own input, or is left out where the
+    convolution is `inert`; a reset hides earlier documents. Without a convolution (None) x stays as it is.
     """
     if conv is None:
         return x, None, None
@@ -119,12 +119,12 @@ def convolved(
     segment = _documents(conv, x, past_segment, reset_mask)
     mixed, after = conv(x, past, segment, write_mask)
     tail = segment[:, x.shape[1] :]
-    # Documents are numbered from the last one's, so that numbers do not grow from call to call.
+    # Counted from the last document, which becomes 0, so that numbers do not grow from call to call.
     return mixed, after, tail - tail[:, -1:]
 
 
 class Past(NamedTuple):
-    """The inputs of a convolution before a piece, in the form that a layer's state has."""
+    """The inputs of a convolution before a piece of a sequence, as a layer's state holds them."""
 
     conv: Tensor | None
     conv_segment: Tensor | None
@@ -133,15 +133,15 @@ class Past(NamedTuple):
 def past_inputs(
     context: Any, conv: ShortConv, x: Tensor, state: Any, write_mask: Tensor | None, reset_mask: Tensor | None
 ) -> Past:
-    """The inputs before this rank's piece of a sequence that the ranks of a context share; `state` is that before the
-    first piece."""
+    """The convolution's inputs just before this rank's piece, where the ranks of a context share a sequence; `state` is
+    that before the first piece."""
     past, segment = (None, None) if state is None else (state.conv, state.conv_segment)
     return Past(*context.halo(x, conv.kernel - 1, past, segment, write_mask, reset_mask))
 
 
 def _documents(conv: ShortConv, x: Tensor, past_segment: Tensor | None, reset_mask: Tensor | None) -> Tensor:
-    """The documents of the tokens before x and of its own, numbered from the last one seen, which is 0 again in the
-    next call's state: `[B, kernel-1+T]`."""
+    """Numbers of the documents of the tokens before x and of x, `[B, kernel-1+T]`; the document that was going on when
+    x began is 0."""
     batch, length, _ = x.shape
     if past_segment is None:
         past_segment = torch.zeros(batch, conv.kernel - 1, dtype=torch.int64, device=x.device)
@@ -153,21 +153,21 @@ def _documents(conv: ShortConv, x: Tensor, past_segment: Tensor | None, reset_ma
 def _without_masked(
     conv: ShortConv, x: Tensor, inputs: Past, write_mask: Tensor, reset_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`convolved` of the written tokens, which stand together behind what came before them; a masked token sees itself
-    alone, wherever a sequence is cut."""
+    """`convolved` for an inert convolution: the written tokens follow one another directly, and a masked token sees
+    only itself, wherever the sequence is cut."""
     batch, length, channels = x.shape
     (past, past_segment), lag = inputs, conv.kernel - 1
     if past is None:
         past = x.new_zeros(batch, lag, channels)
     there = torch.cat([write_mask.new_ones(batch, lag), write_mask], 1)
-    order = there.byte().argsort(dim=1, stable=True)  # masked ones first, the others as they come
+    order = there.byte().argsort(dim=1, stable=True)  # masked tokens first, the others in their order
     both = torch.cat([past.to(x.dtype), torch.where(write_mask.unsqueeze(-1), x, 0.0)], 1)
     both = both.take_along_dim(order.unsqueeze(-1), 1)
     segment = tail = None
     if past_segment is not None or reset_mask is not None:
         every = _documents(conv, x, past_segment, reset_mask)
         segment = every.take_along_dim(order, 1)
-        tail = segment[:, length:] - every[:, -1:]  # a masked token may have opened the last one
+        tail = segment[:, length:] - every[:, -1:]  # a masked token may have opened the last document
     mixed, after = conv(both[:, lag:], both[:, :lag], segment)
     places = (order.argsort(dim=1)[:, lag:] - lag).clamp(min=0)
     alone = x * conv.weight[0] if conv.bias is None else x * conv.weight[0] + conv.bias
@@ -176,22 +176,23 @@ def _without_masked(
 
 
 def settle_layer(config: Any) -> None:
-    """Gives the config of a layer what it `follows` and was not told: what its memory names, if it does. [NN-MEM-D3]
+    """Fills in the fields that a layer's config `follows` and that were not set: with what its memory's rule says, or
+    else the default. [NN-MEM-D3]
 
-    These fields stay unset: a copy with another memory is asked anew."""
+    They still count as unset, so that a copy with another memory takes that memory's."""
     for name in set(config.follows) - config.model_fields_set:
         object.__setattr__(config, name, of_rule(config.memory, name))
 
 
 def of_rule(memory: Any, name: str) -> Any:
-    """The `qk_norm` or `conv_kernel` of a layer around a memory where the layer is not told one."""
+    """The `qk_norm` or `conv_kernel` of a layer around a memory that sets none itself."""
     setting = getattr(memory, f"layer_{name}")
     return _DEFAULTS[name] if setting is None else setting
 
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
     """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero,
-    with slope 1. Rows of x `[B, T, ..., D]`; eps stands beside the length."""
+    with slope 1. Rows of x `[B, T, ..., D]`; eps^2 is added to the squared length or the mean square."""
     if norm not in QK_NORMS:
         expect_choice(norm, "qk_norm", QK_NORMS)
     if norm == "none":
@@ -202,7 +203,7 @@ def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
 
 
 def token_unit(x: Tensor, norm: QKNorm, eps: float = EPS) -> Tensor:
-    """`normalised` of few rows outside autograd, with the same bits in fewer calls; values are looked at on a CPU."""
+    """`normalised` of few rows outside autograd: the same bits in fewer calls. On a CPU it reads values."""
     if not x.is_cpu or x.dtype not in EXACT:
         return normalised(x, norm, eps, looks=x.is_cpu)
     size = (x * x).sum(-1, keepdim=True)

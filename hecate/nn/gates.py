@@ -44,8 +44,9 @@ def fill_start(bias: Tensor, start: Start, logit_of: Callable[[float], float] = 
 
 
 class RetainForm(nn.Module):
-    """A retain gate from its logits, as `GateForm` says: `rate` is log A of softplus and bounded, `down` the first map
-    of a head of low rank, shared by all heads. [NN-GATE-D2]
+    """The function that makes a retain gate of its logits, as `GateForm` describes it. Parameters: `rate`, log A of the
+    functions "softplus" and "bounded"; `down`, the first of the two maps of a low-rank head, shared by all heads.
+    [NN-GATE-D2]
 
     Shapes: logits `[..., rows]`, rows H or H P, to gates `[..., H]` or `[..., H, P]`; `down` takes `[..., width]`, and
     what it returns has the width `inputs`.
@@ -63,7 +64,7 @@ class RetainForm(nn.Module):
         self.plain = form.squash == "sigmoid" and rank is None and not form.channels
 
     def project(self, x: Tensor) -> Tensor:
-        """Input of the weights of the logits: x, or its image of low rank."""
+        """Input of the linear map that gives the logits: x, or for a low-rank head W_1 x."""
         return linear(x, self.down.to(x.dtype)) if self.low else x
 
     def forward(self, logit: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class RetainForm(nn.Module):
         return torch.sigmoid(logit)
 
     def draw(self, source: torch.Generator, weight: Tensor, bias: Tensor, start: Any, *, fill: float = 0.0) -> None:
-        """Starting values; a head that is not of low rank gets `fill` for its weights."""
+        """Draws starting values; a head that is not of low rank has all its weights at `fill`."""
         if self.down is None:
             nn.init.constant_(weight, fill)
         else:
@@ -147,8 +148,9 @@ HeldGates = tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]
 def hold_gates(
     config: MemoryConfig, starts: Starts, heads: int, width: int, d_key: int, lr_bias: bool = True, **place: Any
 ) -> HeldGates:
-    """Room for gates of what is `width` wide: the retain gate's form, every gate's weights `[H, width]` and biases
-    `[H]`, none of lr without `lr_bias`, of more rows where retain has a gate per channel; `draw_gates` fills it."""
+    """Empty parameters for the gates of inputs `width` wide, which `draw_gates` fills: the retain gate's form, and
+    weights `[H, width]` and biases `[H]` for every gate. lr has no bias without `lr_bias`; retain has more rows where
+    there is a gate per channel."""
     shapes, form = dict.fromkeys(starts, (heads, width)), None
     if "lr" in starts:
         shapes["lr"] = (config.writes * heads, width)
@@ -241,25 +243,25 @@ class GateHeads(nn.Module):
         return Gates(lr, retain, values.get("momentum"))
 
     def plain(self) -> list[Tensor | None] | None:
-        """Weights and biases of lr, retain and momentum, None for what there is not, where all of them are sigmoids of
-        linear maps of x, lr times its ceiling."""
+        """Weight and bias of lr, of retain and of momentum, None for each that does not exist, if all gates are plain
+        sigmoids of linear maps of x (lr times its ceiling); else None."""
         parts: Any = self._modules
         form, tensors = parts.get("retain"), list[Tensor | None]()
         if self.rectified or self.writes > 1 or "firing" in self.starts or not (form is None or form.plain):
             return None
         weights, biases = parts["weight"], parts["bias"]
         if weights._modules or biases._modules or not unheard((form, RetainForm)):
-            return None  # parametrised, or somebody listens
+            return None  # parametrised, or with hooks
         for name in GATES:
             weight, bias = weights._parameters.get(name), biases._parameters.get(name)
             if bias is None and name in self.starts and getattr(biases, name, None) is not None:
-                return None  # no parameter, as where it is pruned
+                return None  # a computed bias, as after pruning
             tensors += weight, bias
         return tensors
 
     def values(self, x: Tensor) -> dict[str, Tensor]:
         """Every gate by name between 0 and 1, `[B, T, H]` (retain per channel `[B, T, H, P]`)."""
-        parts: Any = self._modules  # torch looks attributes up there, by a call each
+        parts: Any = self._modules  # read from here, as torch makes a call to look up each attribute
         gates, (retain, weights, biases) = {}, map(parts.get, ("retain", "weight", "bias"))
         x = x if x.dtype in EXACT else x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x.device.type):

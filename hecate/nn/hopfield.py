@@ -20,7 +20,7 @@ class Retrieved(NamedTuple):
 
     Fields:
         values: read with the weights of the last update, `[..., Q, V]`.
-        query: that update's result, `[..., Q, D]`; equal to `values` where the patterns are.
+        query: that update's result, `[..., Q, D]`; equal to `values` where values are the patterns.
         steps: updates that each query took, `[..., Q]` int64.
     """
 
@@ -171,7 +171,7 @@ def _present(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _largest(x: Tensor, *, least: float) -> Tensor:
-    """The largest of the last axis, and no less than `least`, also where the axis is empty."""
+    """The maximum along the last axis, but at least `least`, also if the axis is empty."""
     return F.pad(x, (0, 1), value=least).amax(-1)
 
 

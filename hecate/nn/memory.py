@@ -52,7 +52,7 @@ from hecate.tape.ops import number
 
 Tree = TypeVar("Tree")
 _WEIGHTS = itemgetter("weight", "bias")
-FEW = 6  # tokens that go one by one, measured: the whole way takes the time of 3.6 to 4.6 for 3 to 6
+FEW = 6  # the most tokens to go one by one: as a sequence, 3 to 6 tokens take the time of 3.6 to 4.6 (measured)
 _PARTS = "qkv", "gates", "out", "conv", "output_gate", "gate_down"
 
 
@@ -101,8 +101,8 @@ def rule_repr(config: MemoryConfig) -> str:
 
 
 class MemoryLayer(nn.Module):
-    """Common base of layers around memories: a linear map in, a short convolution, a feature memory, and behind the
-    memory an RMS norm per head, an output gate silu(W x) and a linear map out."""
+    """Base class of layers around memories: an input projection, a short convolution and a feature memory in front of
+    the memory; behind it an RMS norm per head, an output gate silu(W x) and an output projection."""
 
     conv: ShortConv | None
     feature_memory: FeatureMemory | None
@@ -117,11 +117,11 @@ class MemoryLayer(nn.Module):
     output_options = LAYER.output
 
     def _first_and_rule(self) -> tuple[nn.Linear, Any]:
-        """The linear map in, and what holds the memory's own parameters, with the methods of `RuleParameters`."""
+        """The input projection, and the module with the memory's own parameters: a `RuleParameters` or its like."""
         raise NotImplementedError
 
     def hold_output(self, d_model: int, heads: int, width: int, output_gate: bool, **place: Any) -> None:
-        """Makes room for what stands behind the memory, as `output_options` says."""
+        """Creates the output gate, norm and projection, without values yet, as `output_options` says."""
         options, self.output_gate, self.gate_down = self.output_options, None, None
         if output_gate and options.gate != "none":
             if options.rank is not None:
@@ -152,7 +152,7 @@ class MemoryLayer(nn.Module):
     def with_features(
         self, x: Tensor, q: Tensor, k: Tensor, state: MemoryState | None, **how: Any
     ) -> tuple[Tensor, Tensor, MemoryState | None]:
-        """q and k as the feature memory makes them, normalised again, and its state; themselves without one."""
+        """q and k with the feature memory applied and normalised again, and its new state; unchanged without one."""
         if self.feature_memory is None:
             return q, k, None
         q, k, state = self.feature_memory(x, q, k, state, engine=self.engine, name=f"{self.name} (features)", **how)
@@ -164,7 +164,7 @@ class MemoryLayer(nn.Module):
         return self.out(self.gated(y, None if gate is None else gate(inputs)))
 
     def gated(self, y: Tensor, gate: Tensor | None, *, plain: bool = False) -> Tensor:
-        """The answers, normalised and gated; `plain` spells out what torch's RMS norm is on a CPU."""
+        """The answers, normalised and gated; `plain`, for a single token, writes out torch's RMS norm on a CPU."""
         options, outer = self.output_options, None
         weight: Tensor = self.norm
         if options is not LAYER.output:
@@ -180,7 +180,7 @@ class MemoryLayer(nn.Module):
         if not plain:
             y = readout(y, weight, gate, eps=options.norm.eps)
         else:
-            # In operations that a token has just run: code that is not in the cache costs more than a call.
+            # By operations that this token has just used: to fetch other code into the cache costs more than the calls.
             size = (y * y).sum(-1, keepdim=True).div_(number(y.shape[-1], y.dtype))
             y = (y * size.add_(number(options.norm.eps, y.dtype)).rsqrt_() * weight).flatten(-2)
             y = y if gate is None else y * silu(gate)
@@ -287,16 +287,16 @@ class Memory(RuleParameters, MemoryLayer):
             self._warn()
 
     def _hold_front(self, options: LayerOptions, conv_kernel: int, **place: Any) -> None:
-        """Makes room for what stands before the memory, and keeps the options of what stands behind it."""
+        """Creates the projection and convolution ahead of the memory, and stores the options of what is behind it."""
         self.key_heads, self.output_options = options.key_heads or self.heads, options.output
-        self.conv_on_qk = options.conv.on == "qk"  # values pass the convolution by
+        self.conv_on_qk = options.conv.on == "qk"  # values skip the convolution
         if options.qk_eps is not None:
             self.qk_eps = math.sqrt(options.qk_eps)
         keys, values = self.key_heads * self.d_key, self.heads * self.d_value
         self.splits = [keys, self.pairs * keys, self.pairs * values]
         self.qkv = blank(nn.Linear, self.d_model, sum(self.splits), bias=False, **place)
         active = self.config.layer_activation or ("silu" if conv_kernel else "none")
-        self.activation = not conv_kernel and active == "silu"  # behind the projections alone
+        self.activation = not conv_kernel and active == "silu"  # of the projections themselves
         conv: dict[str, Any] = {"activation": active == "silu", "bias": options.conv.bias, **place}
         mixed = sum(self.splits[:2] if self.conv_on_qk else self.splits)
         self.conv = ShortConv(mixed, conv_kernel, **conv) if conv_kernel else None
@@ -315,8 +315,8 @@ class Memory(RuleParameters, MemoryLayer):
     ) -> tuple[Tensor, LayerState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in `memory_scan`.
 
-        To the convolution a masked token is zero for the tokens after it, while it reads with its own input; a reset
-        hides earlier documents from it. `restart_mask` resets the memory alone."""
+        In the convolution a masked token counts as zero for the tokens after it, but sees its own input; after a reset
+        no token sees earlier documents. `restart_mask` resets the memory and leaves the convolution alone."""
         plain = self.bare and self.context is None
         if state is not None and write_mask is reset_mask is restart_mask is None and plain:
             if (output := self._one_token(x, state) or self._few_tokens(x, state)) is not None:
@@ -331,14 +331,14 @@ class Memory(RuleParameters, MemoryLayer):
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
         if self.context is not None:
-            conv, segment, features, projection, gated = carried
-            conv, segment, gated = self.context.final((conv, segment, gated))
-            carried = conv, segment, features, projection, gated
+            conv, segment, features, projection, gating = carried
+            conv, segment, gating = self.context.final((conv, segment, gating))
+            carried = conv, segment, features, projection, gating
         return self.read_out(x, y), LayerState(memory, *carried)
 
     @property
     def shares(self) -> Shares:
-        """Mode of context parallelism: projections of queries go token by token, so ranks take turns."""
+        """Mode of context parallelism: the ranks take turns where queries are projected, which goes token by token."""
         return "itself" if self.query_projection == "none" else "turns"
 
     def scan(self, asked: ScanArguments, x: Tensor) -> tuple[Tensor, MemoryState]:
@@ -346,49 +346,48 @@ class Memory(RuleParameters, MemoryLayer):
         return asked.scan(self.context, engine=self.engine, autodiff=self.autodiff, name=self.name)
 
     def seen(self, **arguments: Any) -> tuple[ScanArguments, str | None]:
-        """The scan of the memory in a call of `forward`, to be looked at, and why its answers are not used as they are,
-        if so."""
+        """The arguments of the memory's scan in a call of `forward`, for inspection; and the reason why the layer does
+        not use its answers as they are, None if it does."""
         return self.asked(**arguments)[0], None
 
     def asked(
         self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None
     ) -> tuple[ScanArguments, tuple[Any, ...], Tensor | None]:
-        """The scan that `forward` asks of the memory, unchecked, the layer's other state, and what is added to the
-        answer."""
+        """The arguments of the memory's scan, not yet checked; the fields of the layer's new state that are not the
+        memory's; and the term that is to be added to the memory's answers, None if there is none."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
         # [B, T, d_model] to queries, keys and values of all heads side by side.
         mixed, parts = self.qkv(x), self.splits
         past: Any = state
-        beside: list[Tensor] = []
+        values: list[Tensor] = []  # where they skip the convolution
         if self.conv_on_qk:
             parts = self.splits[:2]
-            # Values go past the convolution.
-            mixed, *beside = mixed.split([sum(parts), self.splits[2]], -1)
+            mixed, *values = mixed.split([sum(parts), self.splits[2]], -1)
         if self.context is not None and self.conv is not None:
             past = past_inputs(self.context, self.conv, mixed, state, write_mask, reset_mask)
         mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
         mixed = silu(mixed) if self.activation else mixed
-        q, k, v = list(mixed.split(parts, dim=-1)) + beside
+        q, k, v = list(mixed.split(parts, dim=-1)) + values
         # [B, T, n H D] to [B, T, n, H, D] where a token writes n pairs.
-        several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
-        q, k = q.unflatten(-1, (self.key_heads, -1)), k.unflatten(-1, (*several[:-2], self.key_heads, -1))
+        per_head = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
+        q, k = q.unflatten(-1, (self.key_heads, -1)), k.unflatten(-1, (*per_head[:-2], self.key_heads, -1))
         if self.qk_norm != "none":
             q, k = units(q, k, norm=self.qk_norm, eps=self.qk_eps)
-        if (each := self.heads // self.key_heads) > 1:
-            q, k = q.repeat_interleave(each, -2), k.repeat_interleave(each, -2)
+        if (shared := self.heads // self.key_heads) > 1:  # heads that share a query and a key
+            q, k = q.repeat_interleave(shared, -2), k.repeat_interleave(shared, -2)
         features = None if state is None else state.features
         if self.feature_memory is not None:
             across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
             q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
-        v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
+        v, gates, skip, after = v.unflatten(-1, per_head), self.gates(x), None, None
         if (norm := self.config.layer_v_norm) != "none":
             v = normalise_qk(v, norm)
-        # After the convolution, which such a restart leaves alone.
+        # Only now, as a restart of the memory leaves the convolution alone.
         if restart_mask is not None:
             reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.gating is not None:
             before = None if state is None else state.gating
-            written, gated = self._apply_gating(self.gating, (x, q, k, v, gates), before, Masks(write_mask, reset_mask))
+            written, after = self._apply_gating(self.gating, (x, q, k, v, gates), before, Masks(write_mask, reset_mask))
             (q, k, v, _, skip), gates = written, Gates(**written.gates)
         memory, projection = (None, None) if state is None else (state.memory, state.projection)
         arguments: Any = (self.phi_params, self.initial.tensors, memory, write_mask, reset_mask)
@@ -396,10 +395,10 @@ class Memory(RuleParameters, MemoryLayer):
         if self.query_projection != "none":
             q, k, projection = project_queries(self.query_projection, asked, projection)
             asked = asked._replace(config=self.projected, q=q, k=k, phi_params=None)
-        return asked, (conv, segment, features, projection, gated or None), skip
+        return asked, (conv, segment, features, projection, after or None), skip
 
     def _gating_tensors(self, state: LayerState, batch: int) -> dict[str, tuple[Tensor | None, Any]]:
-        """Tensors that the gating carries in a state, for `check_tensors`."""
+        """The gating's tensors in a state, each with the shape that it must have, for `check_state`."""
         shapes = {} if self.gating is None else self.gating.gating.state_shapes(self.gating.sizes)
         carried = state.gating if isinstance(state.gating, dict) else {}
         wanted = {name: (batch, *shape) for name, shape in shapes.items()}
@@ -408,7 +407,7 @@ class Memory(RuleParameters, MemoryLayer):
     def _apply_gating(
         self, gating: GatingParameters, inputs: tuple[Any, ...], before: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        """Outputs of the gating for x, q, k, v and gates, and its state."""
+        """The gating applied to x, q, k, v and gates: the memory's inputs, and the gating's new state."""
         if self.context is None or not gating.gating.state_shapes(gating.sizes):
             return gating(*inputs, before, masks)
         few: Any = between((inputs, masks.write, masks.reset), 0, 0)
@@ -420,8 +419,8 @@ class Memory(RuleParameters, MemoryLayer):
         return written._replace(v=written.v + anchor), after
 
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
-        """`forward` for x `[B, 1, d_model]` in fewer calls, with the same bits but for kernels. None where the long way
-        has to take it, or to say what is wrong. [NN-MEM-I13]"""
+        """`forward` for x `[B, 1, d_model]` in fewer calls, equal to it to the bit where no kernel runs. None where
+        `forward` has to take the token itself, or to raise the error. [NN-MEM-I13]"""
         if torch.is_grad_enabled() or is_traced() or type(x) is not Tensor or type(state) is not LayerState:
             return None
         parts: Any = self._modules  # torch looks attributes up there, by a call each
@@ -439,7 +438,7 @@ class Memory(RuleParameters, MemoryLayer):
         fits = fits and state.gating is None and (past is None or past.device == device)
         if not fits or (None if past is None else past.shape) != expected:
             return None
-        # Looks are those that the layer was made with: from here on products alone, and no checks.
+        # Shapes, dtypes and devices are those that the layer was made with: no checks are needed from here on.
         near, casts = device.type == "cpu", torch.is_autocast_enabled(device.type)
         with below_autograd():
             mixed = linear(x, weight, tensors["bias"])
@@ -477,14 +476,14 @@ class Memory(RuleParameters, MemoryLayer):
         return y, LayerState(outputs[1], past, None)
 
     def _few_tokens(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
-        """`forward` for x `[B, T, d_model]` of few tokens, one by one, where a kernel takes them; else None."""
+        """`forward` for x `[B, T, d_model]` of a few tokens, one at a time, if a kernel can run them; else None."""
         if torch.is_grad_enabled() or is_traced() or form_of(self, self.conv) is None:
             return None  # first: a traced length is no number to be compared
         if x.dim() != 3 or not 1 < x.shape[1] <= FEW:
             return None
         if token_kernels(x, self.d_key, self.d_value, x.shape[-1]) is None:
             return None
-        # Each answer from the state that the one before it left, as the sequence would have it.
+        # Each token goes on from the state that the one before it has left, as within a sequence.
         outputs = []
         for token in x.split(1, 1):
             if (step := self._one_token(token, state)) is None:

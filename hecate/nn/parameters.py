@@ -29,7 +29,7 @@ def source_of(generator: torch.Generator | None) -> torch.Generator:
 
 
 def sources_for(names: list[str], generator: torch.Generator | None) -> list[torch.Generator]:
-    """A generator for each named part, whatever other parts there are: made of its name and one draw."""
+    """A generator for each named part, seeded by its name and one draw, so that no part depends on the others."""
     base = int(torch.randint(2**62, (), generator=source_of(generator), device="cpu"))
     seeds = (hashlib.sha256(f"{base} {name}".encode()).digest()[:8] for name in names)
     return [torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1) for seed in seeds]
@@ -42,12 +42,12 @@ def draw_normal(weight: Tensor, std: float, generator: torch.Generator, mean: Te
 
 
 def without_numbers(dtype: torch.dtype | None) -> dict[str, Any]:
-    """Context in which tensors have shapes and no numbers, as nothing is drawn yet: the meta device."""
+    """Keywords for tensors that have a shape but no values, since nothing is drawn yet: the meta device."""
     return {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
 
 
 def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None, **options: Any) -> Any:
-    """A torch layer whose creation draws nothing; `ConfigError` if no memory would hold it."""
+    """A torch layer created without drawing its weights; `ConfigError` if it could not fit into any memory."""
     check_shapes({layer.__name__: sizes}, "lower one of the two widths")
     place = torch.get_default_device() if device is None else device
     # As `nn.utils.skip_init`, whose `to_empty` loads sympy, for half a second, when it is first called.
@@ -57,25 +57,25 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
     return module
 
 
-_READ = {"Linear": {"weight", "bias"}, "RMSNorm": {"weight"}}  # parameters that a token takes, by the class's name
+_READ = {"Linear": {"weight", "bias"}, "RMSNorm": {"weight"}}  # parameters that one token reads, by class name
 
 
 def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
-    """True if calls of modules, None for none, run their classes' code alone: without hooks, and unchanged."""
+    """True if each module (or None) runs exactly its class's `forward`: no subclass, hook, patch or parametrisation."""
     for part, kind in parts:
         attributes = {} if part is None else part.__dict__
         if attributes and (type(part) is not kind or attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]):
             return False
         if attributes and (read := _READ.get(kind.__name__)) and not read <= attributes["_parameters"].keys():
-            return False  # a weight that is no parameter
+            return False  # a computed weight, as of a parametrisation
         if "forward" in attributes or "_compiled_call_impl" in attributes:
             return False
     return not _has_any_global_hook()
 
 
 def redraw(generator: torch.Generator | None, *layers: nn.Module | None) -> None:
-    """Draws layers anew in this order: weights of linear layers and embeddings from N(0, 1 / width), norms at one,
-    biases at zero; what has no storage stays as it is."""
+    """Draws layers anew, in the order given: weights of linear layers and embeddings from N(0, 1 / width); norms start
+    at one, biases at zero. Layers on the meta device stay as they are."""
     for layer in layers:
         if isinstance(layer, nn.RMSNorm | nn.LayerNorm):
             layer.reset_parameters()
@@ -121,7 +121,7 @@ class FeatureParameters(nn.Module):
     draws of a random map, as buffers."""
 
     def hold_features(self, feature_map: FeatureMap, heads: int, d_key: int, **place: Any) -> None:
-        """Makes room for the parameters on a device and in a dtype; `draw_features` fills it."""
+        """Creates the parameters on a device and in a dtype, without values yet; `draw_features` fills them."""
         self._phi, self.phi_heads, self.phi_width = feature_map, heads, d_key
         params = feature_map.init(d_key, heads=heads, **without_numbers(place["dtype"]))
         self.has_params = bool(params["learned"] or params["frozen"])
@@ -129,7 +129,7 @@ class FeatureParameters(nn.Module):
         self.phi_frozen = TensorDict(params["frozen"], learned=False, **place)
 
     def draw_features(self, source: torch.Generator, like: Tensor) -> None:
-        """Both anew from a generator, in the dtype and on the device of `like`."""
+        """Draws both anew from a generator, in the dtype and on the device of `like`."""
         place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
         params = self._phi.init(self.phi_width, heads=self.phi_heads, **place)
         self.phi_learned.copy_(params["learned"])

@@ -1,5 +1,6 @@
-"""A layer's parts for a rule: parameters of phi, gates, starting weights, a check for diverging steps; a memory before
-phi, which is all of that; the inputs of a memory; and queries projected onto what keys of the chunk span."""
+"""Parts of a layer that follow from its rule: parameters of phi and of gates, starting weights, a check for diverging
+steps; `FeatureMemory`, a memory ahead of phi with parameters of its own; `ScanArguments`, all that a memory is called
+with; and queries projected onto the span of the chunk's keys."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from hecate.variant import Conflicts
 
 
 class GatingParameters(nn.Module):
-    """The parameters of a config's gating, and what a layer makes with it."""
+    """A config's gating as a module: its parameters, and its outputs for a layer's q, k, v and gates."""
 
     def __init__(self, config: MemoryConfig, sizes: Sizes, **place: Any) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class GatingParameters(nn.Module):
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates, before: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        """Inputs to the memory, and the state after the last token; `before` None starts at zero."""
+        """Inputs to the memory, and the gating's state after the last token; it starts at zero if `before` is None."""
         if shapes := self.gating.state_shapes(self.sizes):
             check_length(x, f"gating {self.gating.kind!r}")
         if before is None:
@@ -79,7 +80,7 @@ class GatingParameters(nn.Module):
 class HeldRule(FeatureParameters):
     """A rule and the parameters of its phi, for memories that share them.
 
-    `erases` is how often a write takes the key's direction out of a memory.
+    `erases` counts how many times a write takes the key's direction out of a memory.
     """
 
     rule: MemoryConfig
@@ -99,10 +100,10 @@ class HeldRule(FeatureParameters):
         return normalise_qk(keys, qk_norm), params
 
     def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
-        """Warns the layer's builder, three calls up, if lr |phi(k)|^2 times `erases`, measured on random keys at the lr
-        gate's ceiling, allows divergence."""
+        """Warns, at the line that builds the layer, if writes may diverge at the lr gate's ceiling: if lr |phi(k)|^2
+        times `erases`, measured on random keys, is too large."""
         rule, algorithm = self.rule, self.rule.algorithm
-        # An infinite key diverges wherever a key can.
+        # If not even an infinite key diverges, none does.
         if rule.step != "raw" or rule.key_norm != "none" or rule.diverging(math.inf) is None:
             return
         # 256 keys, fewer where phi is wide.
@@ -125,8 +126,8 @@ class HeldRule(FeatureParameters):
             )
 
     def draw_answering(self, initial: TensorDict, d_value: int, source: torch.Generator, like: Tensor) -> None:
-        """Starting weights of a memory that has to answer before it is written: the structure's own, but N(0, 1/fan_in)
-        for a linear one, whose own is zero, where it would answer nothing."""
+        """Draws starting weights for a memory that has to give answers before its first write: the structure's own
+        start, or N(0, 1/fan_in) for a linear one, which otherwise starts at zero and answers nothing."""
         structure = self.rule.structure
         if not structure.linear and structure.drawn:
             place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
@@ -156,7 +157,7 @@ class RuleParameters(HeldRule):
         start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
         weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
         slots = slot_shapes(config, weights, d_phi, d_value)
-        # Ahead of any tensor: an algorithm may keep more than the memory does.
+        # Before any tensor is made: an algorithm's slots may be larger than the memory.
         check_shapes(slots, f"narrow the state of algorithm {config.algorithm.kind!r}", heads)
         self.hold_features(config.feature_map, heads, d_key, **place)
         self.initial = TensorDict(start, learned=learned_initial, **place)
@@ -240,14 +241,14 @@ class FeatureMemory(RuleParameters):
             self.target = nn.Parameter(torch.empty(heads, self.d_value, d_key, **place))
 
     def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
-        """Everything anew, without `residual` a start that answers."""
+        """Draws everything anew; without `residual` the memory starts at weights that give answers."""
         super().draw_rule(source, like)
         if self.target is not None:
             draw_normal(self.target, self.phi_width**-0.5, source)
             self.draw_answering(self.initial, self.d_value, source, like)
 
     def values(self, k: Tensor) -> Tensor:
-        """Values that M is written with at keys `[B, T, H, D]`."""
+        """Values that M is written with at the keys k `[B, T, H, D]`: k itself, or U k."""
         return k if self.target is None else torch.einsum("bthd,hfd->bthf", k, self.target)
 
     def forward(
@@ -259,7 +260,7 @@ class FeatureMemory(RuleParameters):
 
 
 class ScanArguments(NamedTuple):
-    """The arguments of one `memory_scan` that change its numbers: what a layer makes of x."""
+    """The arguments of one `memory_scan` that determine its result, as a layer makes them from x."""
 
     config: MemoryConfig
     q: Tensor
@@ -273,13 +274,13 @@ class ScanArguments(NamedTuple):
     reset_mask: Tensor | None = None
 
     def scan(self, context: Context | None = None, **how: Any) -> tuple[Tensor, MemoryState]:
-        """`memory_scan` of it, over the ranks of a context if there is one; `how` are engine, autodiff and name."""
+        """`memory_scan` of them, over the ranks of a context if there is one; `how` are engine, autodiff and name."""
         if context is not None:
             return context_scan(**self._asdict(), context=context, **how)
         return memory_scan(**self._asdict(), **how)
 
     def each_write(self) -> ScanArguments:
-        """The same with every write as a token of its own."""
+        """The same scan with several writes of a token spread over as many tokens."""
         masks: dict[str, Any] = {"write_mask": self.write_mask, "reset_mask": self.reset_mask}
         config, (q, k, v, gates), masks = one_write_each(
             self.config, self.q, self.k, self.v, self.gates, run=execute, **masks
@@ -287,7 +288,7 @@ class ScanArguments(NamedTuple):
         return self._replace(config=config, q=q, k=k, v=v, gates=gates, **masks)
 
     def between(self, at: int, end: int, state: MemoryState | None) -> ScanArguments:
-        """Tokens at <= t < end, from another state."""
+        """The scan of the tokens at <= t < end alone, from another state."""
         tokens = {name: getattr(self, name) for name in ("q", "k", "v", "gates", "write_mask", "reset_mask")}
         return self._replace(**between(tokens, at, end), state=state)
 
@@ -298,7 +299,7 @@ def between(tree: Any, at: int, end: int) -> Any:
 
 
 def by_token(layer: nn.Module, x: Tensor, state: Any, masks: dict[str, Tensor | None]) -> tuple[Tensor, Any]:
-    """A layer's call token after token, for what it does in blocks of them. [TAPE-EXACT-D1]"""
+    """A layer called with one token after another, for layers that would take them in blocks. [TAPE-EXACT-D1]"""
     answers = []
     for t in range(x.shape[1]):
         y, state = layer(x[:, t : t + 1], state, **between(masks, t, t + 1))
@@ -324,7 +325,7 @@ def features_of(
 Projection = Literal["none", "sum", "orthogonal"]
 
 SUM = MemoryConfig(bias="dot")  # M = sum of v k^T
-NEW = 1e-4  # a unit key adds a direction if this much of its length lies outside the span
+NEW = 1e-4  # a unit key adds a direction to the span if its part outside it is longer than this
 
 
 def check_projection(config: MemoryConfig, projection: Projection) -> None:
@@ -348,10 +349,10 @@ def check_projection(config: MemoryConfig, projection: Projection) -> None:
 def project_queries(
     projection: Projection, asked: ScanArguments, projector: MemoryState | None
 ) -> tuple[Tensor, Tensor, MemoryState]:
-    """P_t phi(q_t), phi(k_t) of what a scan is asked, and what P holds at the end. [CMS-TNT-D2]
+    """Projected queries P_t phi(q_t) and features phi(k_t) of a scan's tokens, and the state of P. [CMS-TNT-D2]
 
     P_t is made of the unit features of keys written in the memory's present chunk, the token's own among them: "sum"
-    adds up their projections k k^T, "orthogonal" projects onto their span. `projector` is what P holds at the start.
+    adds up their projections k k^T, "orthogonal" projects onto their span. `projector` is the state of P at the start.
 
     Shapes: features `[B, T, H, P]`.
     Cost: "sum" that of one more memory with P x P weights; "orthogonal" a loop over tokens.
@@ -360,11 +361,11 @@ def project_queries(
     if projection == "orthogonal":
         check_length(q, f"query_projection={projection!r}")
     phi_q, phi_k, _ = features_of(asked.config, q, k, asked.phi_params or {"learned": {}, "frozen": {}}, write=write)
-    position = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)  # `len` would fix an exported batch
+    position = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)  # `len` fixes an export's batch size
     if memory is not None:
         position = memory.position[:, 0]
     opens = written_before(position, write, reset, q.shape[1]) % asked.config.chunk == 0
-    if write is not None:  # a chunk's directions stay until a token of the next one is written
+    if write is not None:  # the span is kept until the first token of the next chunk is written
         opens = opens & write
     if reset is not None:
         opens = opens | reset
@@ -373,7 +374,7 @@ def project_queries(
         options: dict[str, Any] = {"state": projector, "write_mask": write, "reset_mask": opens}
         phi_q, after = memory_scan(SUM, phi_q, unit, unit, Gates(lr=1.0), **options, name="projection")
         return phi_q, phi_k, after
-    if projector is None or not q.shape[1]:  # over no tokens the result is a copy
+    if projector is None or not q.shape[1]:  # a scan of no tokens returns a copy
         _, projector = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0], state=projector)
     phi_q, span = _orthogonal(phi_q, unit, opens, write, projector.memory["weight"])
     return phi_q, phi_k, projector._replace(memory={"weight": span})
@@ -385,7 +386,7 @@ def _orthogonal(q: Tensor, k: Tensor, opens: Tensor, write: Tensor | None, span:
     for t in range(q.shape[1]):
         span = torch.where(opens[:, t, None, None, None], 0.0, span)
         rest = k[:, t].unsqueeze(-1)
-        for _ in range(2):  # the second time takes away what rounding has left
+        for _ in range(2):  # the second pass removes what rounding left of the first
             rest = rest - span @ rest
         square = rest.square().sum(-2, keepdim=True)
         new = square > NEW * NEW

@@ -1,7 +1,7 @@
 """Softmax attention over the last tokens, with an explicit state and linear cost.
 
-A query sees the cache entries behind it that its window reaches and its document holds. Chunks of queries, each with
-the entries that its windows can reach, go through torch's attention in one call."""
+A query sees the earlier cache entries that lie in its window and belong to its document. Queries are cut into chunks,
+and all chunks, each with the entries that its windows can reach, go through torch's attention in one call."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class SlidingAttention(nn.Module):
     document, the last `window` of them. [ATT-SLIDE-D1] q, k, v = Linear(x), with `conv_kernel` the short convolution of
     these; with `output_gate` each head's answer is normalised and multiplied by silu(W x) before W_out.
 
-    A masked token takes no place: it sees the tokens written before it, not itself, nobody sees it, and the state stays
-    as it was. Where it sees nothing y is 0. To the convolution it is zero for the tokens after it, and takes a tap's
-    place, as in `Memory`. The kernel is torch's.
+    A masked token has no entry: it sees the tokens written before it, not itself, no token sees it, and the state stays
+    as it was. Where it sees nothing y is 0. In the convolution it counts as zero for the tokens after it, and takes up
+    a tap, as in `Memory`. The kernel is torch's.
 
     Args:
         d_model, heads: width of x and y, number of query heads of width D = d_model // heads.
@@ -185,7 +185,7 @@ class SlidingAttention(nn.Module):
             tensors |= {"present": (state.present, shape[:2]), **conv_tensors(state, self.conv, x.shape[0])}
             check_tensors(x, tensors, self.name)
         q, k, v, conv = self._project(x, beside, state, write_mask, reset_mask)
-        if write_mask is not None:  # never seen; zero, so that equal tokens leave equal states
+        if write_mask is not None:  # never seen; zero, so that the state does not depend on it
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
         if steady():
             y, after = self._one_by_one(x, q, k, v, state, write_mask, reset_mask)
@@ -216,8 +216,8 @@ class SlidingAttention(nn.Module):
     def _one_by_one(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write: Mask, reset: Mask
     ) -> tuple[Tensor, SlidingState]:
-        """Answers to queries `[B, T, H, D]`, and the state: each token as a row of its own, with the entries ahead of
-        it, as many for all. [TAPE-EXACT-D1]"""
+        """Answers to queries `[B, T, H, D]`, and the state: each token as a batch row, with the entries before it, the
+        same number for all. [TAPE-EXACT-D1]"""
         if self.context is not None:
             raise ConfigError(f"{self.name}: exact, and ranks that share a sequence cut it: leave one of them out")
         if self.window is None and (write is not None or reset is not None):
@@ -228,7 +228,7 @@ class SlidingAttention(nn.Module):
         state = self._enter(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
         size, answers = 1, [q[:, :0]]  # masks move entries, and without a window every token has more of them
         if self.window is not None and write is reset is None:
-            # Every token has entries of its own here, window times the memory: as many at once as MOST allows.
+            # Each token has its own copy of its window's entries: as many tokens at once as MOST allows.
             size = max(1, MOST // (len(x) * self.window * self.d_model))
         for at in range(0, x.shape[1], size):
             tokens: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write, "reset_mask": reset, "q": q}
@@ -267,7 +267,7 @@ class SlidingAttention(nn.Module):
     def _enter(
         self, x: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write_mask: Mask, reset_mask: Mask
     ) -> tuple[tuple[Tensor, Tensor, Entries], SlidingState]:
-        """All entries that the tokens of x may see, and those that are kept."""
+        """All entries that the tokens of x may see, and those to keep for the next call."""
         entries = entries_of(None if state is None else state.present, x, write_mask, reset_mask)
         if state is not None:
             k = torch.cat([state.keys.to(k.dtype), k], 1)
@@ -360,7 +360,7 @@ class Entries(NamedTuple):
 
 
 def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -> Entries:
-    """Of those kept, `present` `[B, K]`, and the new tokens of `like` `[B, T, ...]`."""
+    """Entries for the kept ones, `present` `[B, K]`, and for the new tokens of `like` `[B, T, ...]`."""
     batch, length = like.shape[:2]
     cached = 0 if present is None else present.shape[1]
     sequences = batch if present is not None or write is not None else 1
@@ -409,7 +409,7 @@ class Windows:
         if window is not None and not self.single:
             self.size = max(64, window // 2)
             self.reach = window - 1 + self.size
-            # As many entries ahead of the first token as its window reaches back.
+            # As many entries before the first token as its window reaches back.
             self.lead = max(window - 1 - (count - self.length), 0)
             self.tail = -self.length % self.size
             if entries.order is not None:
@@ -439,7 +439,7 @@ class Windows:
         if starts is None:
             starts = torch.arange(0, self.length, self.size, device=entries.rank.device).unsqueeze(0)
         place = (self._places(starts) - self.lead).unsqueeze(2)
-        # Entries added ahead and behind are zeros: by then, of no document.
+        # The entries added at both ends have been set to zero, as of no document.
         shown = self.reached(entries.document + 1).unsqueeze(2) - 1
         tokens = entries.query_document, entries.rank, entries.end
         document, rank, end = (self.queries(x).unsqueeze(-1) for x in tokens)

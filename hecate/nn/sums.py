@@ -2,7 +2,7 @@
 
 Keys and values enter as sums of phi(k) and v phi(k)^T, so the cost is linear in the number of tokens and what is
 carried from token to token has a fixed size. The sums of a causal pass run in a memory with bias dot, whose engines
-keep states of a few tokens and make the others again in the backward pass.
+keep the states of a few tokens and compute the others again in the backward pass.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Weights(NamedTuple):
     def places(
         self, state: MemoryState | None, write: Mask, reset: Mask, k: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Places of tokens k `[B, S, ...]` in their documents, `[B, S]`, and the count after the last; None where
-        nothing depends on them."""
+        """Places `[B, S]` of the tokens k `[B, S, ...]` in their documents, and the number of tokens after the last;
+        None where nothing depends on them."""
         if not (self.positions.needs_position or self.feature_map.needs_position):
             return None, None
         count = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.seen
@@ -135,7 +135,7 @@ def linear_attention(
     if not torch.compiler.is_compiling():
         check_options(feature_map, causal=causal, normalizer=normalizer, eps=eps, engine=engine, autodiff=autodiff)
         _check_tensors(weights, sums, q, k, v)
-        if name == "linear_attention" and state is None and write_mask is reset_mask is None:  # a layer gives its name
+        if name == "linear_attention" and state is None and write_mask is reset_mask is None:  # a layer has a name
             warn_if_turned(q, None, stacklevel=3)
         if state is not None:
             _check_state(weights, sums, k, v, state, normalizer)
@@ -143,8 +143,8 @@ def linear_attention(
     group = q.shape[2] // k.shape[2]
     dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype), torch.float32)
     with without_autocast(k.device.type):
-        # [B, T, G r, D] to [B, T r, G, D]: the queries of a group ask as r tokens of their key head would.
-        queries = q.to(dtype).unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # a group's side by side
+        # [B, T, G r, D] to [B, T r, G, D]: the r queries of a group become r tokens of their key head.
+        queries = q.to(dtype).unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # by groups
         keys, values = (zero_masked(x.to(dtype), write_mask) for x in (k, v))
         place, count = weights.places(state, write_mask, reset_mask, k)
         phi_q = weights.features(queries, None if place is None else place.repeat_interleave(group, 1))
@@ -157,7 +157,7 @@ def linear_attention(
         else:
             start = None if state is None else state.memory["weight"].to(values.dtype)
             (y, memory), total = sums(phi_q[0], phi_k[0], values, start), None
-    # From the queries of a group side by side back to heads.
+    # And back: the queries of a group become heads again.
     y = y.unflatten(1, (q.shape[1], group)).transpose(2, 3).flatten(2, 3)
     return y.to(v.dtype), state_of_sums(memory, total, count)
 
@@ -177,7 +177,7 @@ def _mean(
         units = (levelling(size),)
         q, weight_q = q * units[0], weight_q * units[0]
     ones = torch.ones_like(v[..., :1])
-    if alike:  # one pass for both sums: that of weights has 1 for a value
+    if alike:  # one pass for both sums: the sum of weights has the value 1
         # [B, G, V, P] and [B, G, 1, P] as one state of V + 1 rows.
         start = None if memory is None or total is None else torch.cat([memory, total], 2)
         y, after = sums(q, k, torch.cat([v, ones], -1), start)
@@ -193,7 +193,7 @@ def _mean(
 def check_options(
     feature_map: FeatureMap, *, causal: bool, normalizer: str, eps: float, engine: EngineName, autodiff: Autodiff
 ) -> None:
-    """Refuses a normaliser that the feature map cannot have, and engines that there are not."""
+    """Refuses a normaliser that the feature map does not allow, and unknown engines."""
     check_engine(MEMORIES["after", False], engine, autodiff)
     expect_choice(normalizer, "normalizer", get_args(Normalizer))
     if not isinstance(causal, bool):
@@ -264,7 +264,7 @@ def _check_tensors(weights: Weights, sums: Sums, q: Tensor, k: Tensor, v: Tensor
 def _check_state(
     weights: Weights, sums: Sums, k: Tensor, v: Tensor, state: MemoryState, normalizer: Normalizer
 ) -> None:
-    """Refuses a state of another attention or batch, and one where nothing can go on."""
+    """Refuses a state of another attention or batch, and any state where the options allow none."""
     positions, feature_map = weights.positions, weights.feature_map
     positions.check_past("a state", "give the whole sequence in one call")
     if not sums.causal and (sums.reset is not None or positions.weighs_distance):
@@ -301,7 +301,7 @@ def _check_state(
 Read = Literal["after", "before"]
 
 
-# The memories that sum: they do not look at values, so what is not finite shows in the outputs, as in other attention.
+# The memories that hold the sums. They do not check values: NaN shows in the outputs, as in other attention.
 MEMORIES = {
     (read, decays): MemoryConfig(
         bias="dot", retention="decay" if decays else "none", on_nonfinite="propagate", read=read
@@ -341,7 +341,7 @@ class Sums(NamedTuple):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """y `[B, T r, G, V]`, and the state `[B, G, V, P]` after the last token."""
-        if self.factors is not None:  # nothing of fixed size sums up the past
+        if self.factors is not None:  # no state of fixed size sums up the past
             return self.by_distance(q, k, v, self.factors), v.new_zeros(len(v), *v.shape[2:], 0)
         if self.causal:
             return self.running(q, k, v, start)
@@ -355,8 +355,8 @@ class Sums(NamedTuple):
         """Sums over the tokens up to each one, and the state after the last.
 
         The r queries of a group are r tokens to the memory, of which one is written. With `retain` a token j written
-        tokens away weighs retain^j; a memory decays as it is written, so to who reads it without or before a write the
-        last token is one nearer than it should be.
+        tokens away weighs retain^j. A memory decays at its write, so a query that reads it without a write, or before
+        one, finds the last token one step too near.
         """
         group = q.shape[1] // k.shape[1] if k.shape[1] else 1
         write, reset, retain = self.write, self.reset, self.retain
@@ -366,7 +366,7 @@ class Sums(NamedTuple):
             decay = torch.where(nearer, retain, 1.0).repeat_interleave(group, 1)
             q, retain = q * decay.unsqueeze(-1), retain.repeat_interleave(group, 1)
         if group > 1:
-            # Who reads before the write comes before the writer.
+            # Queries that read before the write go before the token that writes.
             writer = 0 if read == "after" else group - 1
             k, v, write = (_spread(x, writer, group) for x in (k, v, writes))
             reset = None if reset is None else _spread(reset, 0, group)
@@ -382,7 +382,7 @@ class Sums(NamedTuple):
         return torch.einsum("btgp,bgvp->btgv", q, memory), memory
 
     def from_both_sides(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Sums over the whole document of each token: what runs up to it, and what runs back to it."""
+        """Sums over the whole document of each token: those up to it, and those from its end back to it."""
         y, after = self.running(q, k, v, start)
         reset = self.reset
         if reset is not None:  # backwards a document starts with its last token
@@ -420,7 +420,7 @@ class Sums(NamedTuple):
 
 
 def zero_masked(x: Tensor, write: Mask) -> Tensor:
-    """x `[B, S, G, *]` with zeros for masked tokens, which may hold garbage, too bad even to be multiplied by 0."""
+    """x `[B, S, G, *]` with zeros for masked tokens, which may hold NaN, so that a product with 0 would not do."""
     return x if write is None else torch.where(write[..., None, None], x, 0.0)
 
 

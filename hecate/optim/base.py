@@ -1,5 +1,5 @@
-"""Common base of all optimisers here: it makes them a `torch.optim.Optimizer` in every respect, and their options are
-declared once, for the constructor, for groups and for a file."""
+"""Common base of all optimisers here: each is a `torch.optim.Optimizer` in every respect and declares its options once,
+for the constructor, for parameter groups and for config files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 NOT_OFFERED = ("capturable", "fused")
 OF_GROUPS = ("params", "param_names", "kind", "period", "reduce", "elapsed", "commits", *NOT_OFFERED)
-"""Keys of groups that are no options of a step: torch's, a label, those of `Leveled`, and what `check` refuses."""
+"""Keys of a group that are not options of a step: torch's, a label, those of `Leveled`, and those `check` refuses."""
 MatrixView = Literal["flatten", "last"]
 
 
@@ -44,14 +44,14 @@ class OptimizerKind(Variant, family="optimizer"):
     """
 
     factory: ClassVar[Callable[..., torch.optim.Optimizer]]
-    windowed: ClassVar[bool] = True  # whether `Leveled` may hand it the mean of several gradients
+    windowed: ClassVar[bool] = True  # whether `Leveled` may pass it the mean of several gradients
 
     def trains(self, model: nn.Module) -> Named:
         """The parameters of a model that this kind trains, by name."""
         return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     def build(self, model: nn.Module, groups: list[Group], lr: float) -> torch.optim.Optimizer:
-        """The optimiser of these groups of a model."""
+        """The optimiser for these parameter groups of a model."""
         return type(self).factory(groups, lr=lr, **self.options())
 
     def options(self) -> Group:
@@ -68,7 +68,7 @@ class Allowed(NamedTuple):
     high: float = math.inf
 
     def check(self, name: str, value: Any, slack: float = 0.0) -> None:
-        """Refuses a value that is neither; slack is how far beyond its bounds a number may be."""
+        """Refuses a value that is not allowed; a number may lie outside its bounds by `slack`."""
         if self.kind is None:
             return expect_choice(value, name, self.words)
         tensor = isinstance(value, Tensor)
@@ -83,9 +83,9 @@ class Allowed(NamedTuple):
 
 
 def allowed(field: FieldInfo) -> Allowed | None:
-    """Allowed values of a field of words, flags and numbers; None if its type is another, for a check of its own.
+    """Allowed values of a field whose type is made of words, flags and numbers; None for other types.
 
-    Ends of intervals count as inside, because an experiment wants to see them.
+    Ends of open intervals are allowed too, because experiments need them.
     """
     words: list[Any] = []
     kind: type | None = None
@@ -112,7 +112,7 @@ def allowed(field: FieldInfo) -> Allowed | None:
 
 
 def signature_of(fields: dict[str, FieldInfo], positional: tuple[str, ...]) -> inspect.Signature:
-    """A constructor's: `params`, these fields by place, the others by name."""
+    """Signature of a constructor: `params` and the `positional` fields, then the other fields by keyword only."""
     params = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name in dict.fromkeys([*positional, *fields]):
         how = inspect.Parameter.POSITIONAL_OR_KEYWORD if name in positional else inspect.Parameter.KEYWORD_ONLY
@@ -121,7 +121,7 @@ def signature_of(fields: dict[str, FieldInfo], positional: tuple[str, ...]) -> i
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning at the line of the caller outside of this package and torch."""
+    """Warns at the line of the first caller outside of this package and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("hecate.optim", "torch.")):
         level, frame = level + 1, frame.f_back
@@ -129,7 +129,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def name_of(group: Group, p: Tensor) -> str:
-    """The parameter's name, or its place in the group and its shape."""
+    """The parameter's name, or without names its index in the group and its shape."""
     place = next(i for i, other in enumerate(group["params"]) if other is p)
     if "param_names" in group:
         return f"parameter {group['param_names'][place]!r}"
@@ -137,11 +137,11 @@ def name_of(group: Group, p: Tensor) -> str:
 
 
 def refuse_misspelt(group: Group, kind: str, options: Collection[str], others: Collection[str] = ()) -> None:
-    """Refuses keys of a group that are close to an option, or an option of `others`, and not one of these `options`.
+    """Refuses keys of a group that look like one of its `options` misspelt, or that are options of `others` only.
 
-    Other keys are labels, which schedulers and users put there: a `name`, an `initial_lr`, a `max_momentum`."""
+    Any other key is a label that a scheduler or the user put there: a `name`, an `initial_lr`, a `max_momentum`."""
     for word in group:
-        close = did_you_mean(word, options, 0.8).startswith(" Did you mean")  # else advice on what is no option
+        close = did_you_mean(word, options, 0.8).startswith(" Did you mean")  # other advice is not on spelling
         label = not close or any(f"_{option}_" in f"_{word}_" for option in options)
         if word not in options and word not in OF_GROUPS and (word in others or not label):
             raise ConfigError(f"a group of {kind} has no option {word!r}{not_known(word, options)}")
@@ -149,32 +149,32 @@ def refuse_misspelt(group: Group, kind: str, options: Collection[str], others: C
 
 State = dict[str, Tensor]
 Bucket = tuple[Group, list[Tensor], list[Tensor]]
-ROUNDING = 1e-12  # schedulers of torch end a little below 0
+ROUNDING = 1e-12  # torch's schedulers may end a little below 0
 
 
 class MatrixOptimizer(Optimizer):
     """An optimiser that sees each parameter as a matrix of rows.
 
     A subclass says what state a parameter has (`held`, or `fresh_state`) and what one step does to a list of parameters
-    of one device and dtype (`update`). It declares its options once: as fields of `Options`, which with a `kind` is
-    what a file configures too, and of `Extras`, which a file does not have. They are the arguments of its constructor,
-    by name but for `positional`.
+    of one device and dtype (`update`). It declares its options once: as fields of `Options`, which a config file may
+    set too if it has a `kind`, and of `Extras`, which a file cannot set. All of them are arguments of its constructor,
+    by keyword only except for those in `positional`.
 
     State exists from construction, so that the checkpoint of a fresh optimiser is complete; it is float32 or better for
     half-precision parameters, through `load_state_dict` as well. All gradients are checked before anything is written,
-    by all processes of a mesh together. `step` draws no random numbers. Options belong to the group, so that schedulers
-    and groups with settings of their own work; each step checks the numbers among them anew.
+    by all processes of a mesh together. `step` draws no random numbers. Options belong to groups, so that schedulers
+    and settings per group work; each step checks the numbers among them again.
 
-    Shapes: a parameter of 2 dimensions is its own matrix; more are flattened to `[first, rest]` (`matrix="flatten"`) or
-    to `[rest, last]` (`"last"`); 1 dimension is one row, none `[1, 1]`. A parameter without numbers has no state and no
-    step. [OPT-BASE-D1]
+    Shapes: a parameter of 2 dimensions is a matrix as it is; one of more is flattened to `[first, rest]`
+    (`matrix="flatten"`) or `[rest, last]` (`"last"`); one of 1 is a single row, a scalar `[1, 1]`. An empty parameter
+    has no state and takes no step. [OPT-BASE-D1]
     """
 
     class Options(OptimizerKind):
-        """Fields of a file, and arguments of the constructor."""
+        """Options for the constructor and for config files."""
 
     class Extras(Config):
-        """Arguments of the constructor alone, or of wider types there."""
+        """Options for the constructor only, or with a wider type there."""
 
         lr: NonNegative = 1e-3
         weight_decay: NonNegative = 0.0
@@ -188,13 +188,13 @@ class MatrixOptimizer(Optimizer):
         fused: bool | None = None
 
     positional: ClassVar[tuple[str, ...]] = ("lr",)
-    held: ClassVar[tuple[str, ...]] = ()  # entries of state like the parameter
-    structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
-    carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
-    only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {}  # an option, and the values of another it needs
+    held: ClassVar[tuple[str, ...]] = ()  # state entries that are shaped like the parameter
+    structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # options that must be the checkpoint's
+    carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies and pickles include
+    only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {}  # option: (other, its values that it needs)
     allowed: ClassVar[Mapping[str, Allowed]]
-    numbers: ClassVar[Mapping[str, float]]  # and what they are at most
-    every: ClassVar[set[str]] = set()  # option of any of these optimisers
+    numbers: ClassVar[Mapping[str, float]]  # numeric options, with their largest values
+    every: ClassVar[set[str]] = set()  # options of all these optimisers
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -209,16 +209,17 @@ class MatrixOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, *args: Any, **named: Any) -> None:
         signature: inspect.Signature = getattr(type(self), "__signature__")  # noqa: B009
-        unknown = [name for name in named if name not in signature.parameters]
-        if unknown:
-            known = [name for name in signature.parameters if name != "params"]
-            raise ArgumentError(
-                f"{type(self).__name__} got an unexpected keyword argument {unknown[0]!r}{not_known(unknown[0], known)}"
-            )
         if isinstance(params, nn.Module):
             kind = type(params).__name__
             raise ConfigError(f"params must be parameters, got the module {kind}; write {kind.lower()}.parameters()")
-        bound = signature.bind(params, *args, **named)
+        try:
+            bound = signature.bind(params, *args, **named)
+        except TypeError as error:  # Python's own, without the name of the class
+            known = [name for name in signature.parameters if name != "params"]
+            unknown = next((name for name in named if name not in known), None)
+            hint = f"; by place it takes params, {', '.join(self.positional)}"
+            hint = hint if unknown is None else not_known(unknown, known)
+            raise ArgumentError(f"{type(self).__name__} got {str(error).removeprefix('got ')}{hint}") from None
         bound.apply_defaults()
         super().__init__(params, self.prepared({k: v for k, v in bound.arguments.items() if k != "params"}))
         for name, (option, values) in self.only_with.items():
@@ -235,7 +236,7 @@ class MatrixOptimizer(Optimizer):
         """The defaults of groups, from the arguments of the constructor."""
         return {name: value for name, value in options.items() if name not in NOT_OFFERED or value}
 
-    # What a subclass gives.
+    # For subclasses to define.
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """The state of a parameter before its first step, sharded as the parameter is: zeros for each of `held`."""
@@ -245,17 +246,17 @@ class MatrixOptimizer(Optimizer):
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """One step on parameters of one device and dtype, in place.
 
-        All tensors are this process's own, or whole where it `gathers`. Gradients point uphill (`maximize` is dealt
-        with) and are finite unless the group says `propagate`. Under `differentiable` a new tensor takes the place of a
-        state's entry; otherwise entries are overwritten in place.
+        Tensors are this process's shards, or whole where `gathers` is True. Gradients are those of a loss to minimise
+        (`maximize` has been applied), and finite unless `on_nonfinite` is "propagate". With `differentiable`, a state's
+        entry is replaced by a new tensor; otherwise it is overwritten in place.
         """
 
     def gathers(self, group: Group, p: Tensor) -> bool:
-        """True if a step needs all of a sharded parameter, which then is gathered: unless a subclass knows better."""
+        """True if a step needs the whole of a sharded parameter, which is then gathered; a subclass may need less."""
         return True
 
     def check(self, group: Group) -> None:
-        """Refuses options that cannot be computed; a subclass adds what their fields do not say."""
+        """Refuses options that no step can be computed with; a subclass adds checks beyond its fields' types."""
         if isinstance(lr := group["lr"], Tensor) and lr.numel() != 1:
             raise ConfigError(f"Tensor lr must be 1-element, got shape {list(lr.shape)}")
         for name, limits in self.allowed.items():
@@ -269,7 +270,7 @@ class MatrixOptimizer(Optimizer):
             raise ConfigError("foreach and differentiable exclude each other; set one of them")
 
     def check_numbers(self, group: Group) -> None:
-        """Refuses numbers that a scheduler or a user set to what the constructor refuses, but for rounding."""
+        """Refuses numbers set by a scheduler or the user that the constructor would refuse; allows for rounding."""
         for name, high in self.numbers.items():
             value = group[name]
             if type(value) is float and 0 <= value <= high and value != math.inf:
@@ -278,7 +279,7 @@ class MatrixOptimizer(Optimizer):
                 self.allowed[name].check(name, value, ROUNDING)
 
     def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Refuses gradients that no step can be taken with, before anything is changed."""
+        """Refuses gradients with which no step can be taken, before anything is changed."""
 
     # One step.
 
@@ -349,14 +350,14 @@ class MatrixOptimizer(Optimizer):
         if whole:
             for p, value, state, entries in zip(params, values, states, viewed, strict=True):
                 for entry, new in ((p, value), *((state[key], entries[key]) for key in state)):
-                    if is_sharded(entry):  # what is not was changed in place
+                    if is_sharded(entry):  # other tensors were changed in place
                         overwrite(entry, new)
 
     # Groups, checkpoints, copies.
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group: checks its options and parameters, and makes their state."""
-        if isinstance(param_group, dict):  # else torch says what is wrong
+        if isinstance(param_group, dict):  # torch refuses anything else
             refuse_misspelt(param_group, type(self).__name__, self.defaults, self.every)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -388,24 +389,24 @@ class MatrixOptimizer(Optimizer):
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; refuses that of other parameters or options, before anything changes.
+        """Loads a state; refuses one of other parameters or options before anything changes.
 
         torch casts state to its parameter's dtype, which rounds a float32 momentum of bfloat16 weights; here every
         entry keeps the dtype of a fresh state. [OPT-BASE-I2]
         """
-        with self.register_load_state_dict_pre_hook(lambda _, state: self.examine_state(state)):  # after the user's own
+        with self.register_load_state_dict_pre_hook(lambda _, state: self.examine_state(state)):  # after user hooks
             super().load_state_dict(state_dict)
 
     def examine_state(self, loaded: dict[str, Any]) -> None:
-        """Holds a state dict against this optimiser's own; leaves what it saves for `__setstate__`."""
+        """Checks a state dict against this optimiser's state; leaves a copy of its state for `__setstate__`."""
         groups, saved_groups = self.param_groups, loaded["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
-            return  # torch says so
+            return  # torch reports it
         saved: dict[Tensor, State] = {}
         for group, other in zip(groups, saved_groups, strict=True):
             self.agree(group, other)
             for p, index in zip(group["params"], other["params"], strict=True):
-                entries = loaded["state"].get(index, {})  # torch leaves out what has no state
+                entries = loaded["state"].get(index, {})  # torch leaves out parameters without state
                 saved[p] = _matching(name_of(group, p), self.state[p], entries)
         self._saved = saved
 
@@ -415,13 +416,13 @@ class MatrixOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state["state"] |= self.__dict__.pop("_saved", {})
         super().__setstate__(state)
-        for group in self.param_groups:  # written by a version with fewer options
+        for group in self.param_groups:  # the state may come from a version with fewer options
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
 
 def _matching(name: str, fresh: State, saved: State) -> State:
-    """A copy of a checkpoint's state, on the devices and in the dtypes of this one."""
+    """A copy of a parameter's saved state, on the devices and in the dtypes of its fresh state."""
     if fresh.keys() != saved.keys():
         raise ConfigError(
             f"the checkpoint's state of {name} holds {sorted(saved)}, this optimiser needs "

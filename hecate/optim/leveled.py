@@ -1,7 +1,7 @@
-"""Parameters that learn at different rates: the continuum of levels, for a model's own weights.
+"""Parameters that are updated at different rates: the continuum of levels, for a model's own weights.
 
-A level is a parameter group with a period C. Its gradients are collected for C steps while its parameters stand still;
-then one step of an ordinary torch optimiser is taken for it alone.
+A level is a parameter group with a period C. Its gradients are collected for C steps while its parameters do not
+change; then one step of an ordinary torch optimiser is taken for it alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from hecate.checks import expect_count
 from hecate.errors import CheckpointError, ConfigError, ShapeError, did_you_mean, shorten
 from hecate.optim.base import Group, MatrixOptimizer, name_of, refuse_misspelt
+from hecate.optim.memories import DGD
 from hecate.optim.tensors import state_dtype
 
 
@@ -27,14 +28,14 @@ class Leveled(torch.optim.Optimizer):
 
     Wraps any torch optimiser that needs no closure: `Leveled(groups, torch.optim.AdamW, lr=1e-3)` passes every option
     but its own to AdamW, and a group may have its own value of each. Between commits the wrapped optimiser does not see
-    a level, so nothing of it decays and nothing counts: Adam's `step` of a slow level is the number of its commits.
+    a level, so nothing of it decays and no step is counted: Adam's `step` of a slow level is the number of its commits.
     With period 1 everywhere it is AdamW, bit for bit.
 
-    What a step contributes is what `.grad` holds when `step` is called; so clipping clips each of the C gradients,
-    `zero_grad` clears `.grad` and never a window, and a step without a gradient adds zero (a parameter without any in
-    the whole window is left out, as torch does). Windows of half precision are summed in float32. `.grad` is the step's
-    own again after a commit. The learning rate of a commit is that of its step. If the wrapped step raises, its window
-    is spent.
+    A step contributes whatever `.grad` holds when `step` is called: clipping clips each of the C gradients, `zero_grad`
+    clears `.grad` and never a window, and a step without a gradient adds zero (a parameter without any in the whole
+    window is left out, as torch does). Windows of half precision are summed in float32. After a commit `.grad` holds
+    the step's own gradient again. The learning rate of a commit is that of its step. If the wrapped step raises, the
+    gradients of its window are lost.
 
     Args:
         params: parameters or groups, as for any torch optimiser.
@@ -73,8 +74,10 @@ class Leveled(torch.optim.Optimizer):
                 f"{type(self.inner).__name__} evaluates its loss again within a step, which a window of "
                 "past gradients cannot do; use an optimiser whose step needs no closure"
             )
+        if isinstance(self.inner, DGD):
+            raise ConfigError("DGD steps by the samples of one backward pass, and a window has none; use it alone")
         self._windows: dict[Tensor, Tensor] = {}
-        # Whether it makes state in its first step, not when it is built.
+        # Whether the wrapped optimiser makes its state in its first step rather than at construction.
         self._lazy = not (isinstance(self.inner, MatrixOptimizer) or self.inner.state)
         settings = {"period": period, "reduce": reduce, "elapsed": 0, "commits": 0}
         for name in settings.keys() & self.inner.defaults.keys():
@@ -105,31 +108,32 @@ class Leveled(torch.optim.Optimizer):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Commits the windows that have begun, by the gradients they have: the end of training.
+        """Commits incomplete windows with the gradients they have, at the end of training.
 
-        A window that goes on is better kept: it is part of the state dict.
+        If training is to continue, do not call it: windows are part of the state dict.
         """
         self._commit([group for group in self.param_groups if group["elapsed"]])
 
     def add_param_group(self, param_group: Group) -> None:
         """A new level; its first window begins at the next step."""
-        if isinstance(param_group, dict):  # else torch says what is wrong
+        if isinstance(param_group, dict):  # torch refuses anything else
             refuse_misspelt(param_group, "Leveled", ("period", "reduce"))
             check_level({**self.defaults, **param_group})
         if not any(group is param_group for group in self.inner.param_groups):
-            self.inner.add_param_group(param_group)  # while building, it has the group already
+            self.inner.add_param_group(param_group)  # at construction it has the group already
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with a `window` of each parameter of a slow level among its state.
+        """torch's state dict, with a `window` in the state of each parameter of a slow level.
 
-        Zero if there is none (`has_window`), so that a fresh state has all that a later one has."""
+        It is zero while no window has begun (`has_window`), so that a fresh state has the same entries as a later
+        one."""
         self._make_state()
         with self.register_state_dict_post_hook(add_windows, prepend=True):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues exactly, in the middle of windows too."""
+        """Loads a state; training continues exactly, also in the middle of a window."""
         windows: dict[Tensor, Tensor] = {}
 
         def take(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -154,14 +158,14 @@ class Leveled(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "inner" not in state:  # from load_state_dict: the wrapped one shares what was loaded
+        if "inner" not in state:  # from load_state_dict: the wrapped optimiser shares the loaded state
             self.inner.__setstate__({"state": self.state, "param_groups": list(self.param_groups)})
         for group in self.param_groups:
             group.setdefault("commits", 1)  # written by a version that did not count
 
     def _only_makes_state(self) -> bool:
-        """True if this is the step of zeros at lr 0 by which torch's distributed checkpoints make state where they find
-        none: it counts as no step, because `state_dict` makes it."""
+        """True if this is the step of zero gradients at lr 0 that torch's distributed checkpoints take to create
+        missing state. It does not count as a step, because `state_dict` creates the state."""
         if self.state or any(group["commits"] or group.get("lr", 1) != 0 for group in self.param_groups):
             return False
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -169,8 +173,8 @@ class Leveled(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _make_state(self) -> None:
-        """The state of levels before their first commit, which begins without it: by a step of zeros at lr 0, as
-        torch's distributed checkpoints make it."""
+        """Creates the state of levels before their first commit by a step of zero gradients at lr 0, as torch's
+        distributed checkpoints do; the first commit discards it."""
         untouched = (g for g in self.param_groups if self._lazy and not g["commits"])
         fresh = [g for g in untouched if not any(p in self.state for p in g["params"])]
         if not fresh:
@@ -178,11 +182,11 @@ class Leveled(torch.optim.Optimizer):
         with self._lent([{**g, "lr": 0 * g["lr"]} if "lr" in g else g for g in fresh]):
             for p in (p for group in fresh for p in group["params"]):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
-            inspect.unwrap(type(self.inner).step)(self.inner)  # no hook hears of it
+            inspect.unwrap(type(self.inner).step)(self.inner)  # without calling hooks
 
     @contextmanager
     def _lent(self, groups: list[Group]) -> Iterator[None]:
-        """The wrapped optimiser sees these groups and no other, and what becomes of their `.grad` is undone."""
+        """Lends the wrapped optimiser these groups only; afterwards their `.grad` is what it was before."""
         grads = [(p, p.grad) for group in groups for p in group["params"]]
         self.inner.state, self.inner.param_groups = self.state, groups
         try:
@@ -193,13 +197,13 @@ class Leveled(torch.optim.Optimizer):
                 p.grad = grad
 
     def _collect(self, group: Group) -> bool:
-        """Adds the step's gradients to the group's window; whether the window is complete."""
+        """Adds the step's gradients to the group's window; True if the window is complete."""
         group["elapsed"] += 1
         if not _single(group):
             for parameter in dict.fromkeys(group["params"]):
                 if (grad := parameter.grad) is not None:
                     window = self._windows.get(parameter)
-                    wide = grad.detach().to(state_dtype(grad, "full"), copy=window is None)  # half is summed in float32
+                    wide = grad.detach().to(state_dtype(grad, "full"), copy=window is None)  # sums of half in float32
                     if window is not None:
                         wide = wide + window if window.is_sparse else window.add_(wide)
                     self._windows[parameter] = wide
@@ -215,13 +219,13 @@ class Leveled(torch.optim.Optimizer):
                     self._show_windows(group)
                 if self._lazy and not group["commits"]:
                     for parameter in group["params"]:
-                        self.state.pop(parameter, None)  # of a step for state alone
+                        self.state.pop(parameter, None)  # made by `_make_state`
                 group["elapsed"] = 0
                 group["commits"] += 1
             self.inner.step()
 
     def _show_windows(self, group: Group) -> None:
-        """Moves the windows of a group to where an optimiser looks for gradients."""
+        """Moves the windows of a group into `.grad`, for the optimiser."""
         for parameter in dict.fromkeys(group["params"]):
             window = self._windows.pop(parameter, None)
             dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
@@ -241,8 +245,8 @@ def level_groups(
     """Parameter groups by name: one per period, the fastest first.
 
     `level_groups(model.named_parameters(), {"*.levels.2.*": 64, "*.levels.1.*": 8})`: the first pattern (shell style)
-    that fits a name decides, `default` where none does. Parameters that need no gradient are left out. A pattern that
-    decides nothing is a `ConfigError`. [OPTIM-LEVEL-D4]"""
+    that matches a name gives its period, and `default` is for names that match none. Parameters that need no gradient
+    are left out. A pattern that gives no parameter its period raises `ConfigError`. [OPTIM-LEVEL-D4]"""
     for period in (*periods.values(), default):
         check_level({"period": period, "reduce": "mean"})
     named = [(name, value) for name, value in named_parameters if value.requires_grad]
@@ -260,7 +264,7 @@ def level_groups(
 
 
 def check_level(group: Group) -> None:
-    """Refuses a period or a reduction that means nothing."""
+    """Refuses a period or a reduction that is not valid."""
     expect_count(group["period"], "period")
     if group["reduce"] not in ("mean", "sum"):
         raise ConfigError(f"reduce must be 'mean' or 'sum', got {shorten(group['reduce'])}")
@@ -272,7 +276,7 @@ def check_level(group: Group) -> None:
 
 
 def add_windows(optimizer: Any, state: dict[str, Any]) -> None:
-    """Puts the windows of slow levels beside what the wrapped optimiser keeps of a parameter."""
+    """Adds the windows of slow levels to the parameters' entries in a state dict."""
     slow = {p for group in optimizer.param_groups if group["period"] > 1 for p in group["params"]}
     for index, p in _indexed(state["param_groups"], optimizer.param_groups):
         window = optimizer._windows.get(p)
@@ -283,7 +287,7 @@ def add_windows(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def windows_of(state: dict[str, Any], groups: list[Group]) -> dict[Tensor, Tensor]:
-    """Copies of the running windows of a state dict; their dtype is not the parameter's."""
+    """Copies of the windows in a state dict that have begun, in the dtype of the windows, not of the parameters."""
     for number, group in enumerate(state["param_groups"]):
         if "period" not in group or "elapsed" not in group:
             raise CheckpointError(
@@ -300,7 +304,7 @@ def windows_of(state: dict[str, Any], groups: list[Group]) -> dict[Tensor, Tenso
 
 
 def refuse_shapes(state: dict[int, Any], saved: list[Group], groups: list[Group]) -> None:
-    """Refuses what is not of its parameter's shape; factors of it, as Adafactor's, are together."""
+    """Refuses state without its parameter's shape; Adafactor's factors must have that shape together."""
     for index, p in _indexed(saved, groups):
         shapes = {k: v.shape for k, v in state.get(index, {}).items() if getattr(v, "ndim", 0)}
         dims = [max(sizes) for sizes in zip(*shapes.values(), strict=False)]
@@ -315,7 +319,7 @@ def refuse_shapes(state: dict[int, Any], saved: list[Group], groups: list[Group]
 
 
 def _indexed(saved: list[Group], groups: list[Group]) -> list[tuple[int, Tensor]]:
-    """Parameters with their numbers in a state dict; none if groups differ, which torch reports."""
+    """Parameters with their indices in a state dict; empty if groups differ, which torch reports."""
     numbers, params = ([g["params"] for g in each] for each in (saved, groups))
     if [len(each) for each in numbers] != [len(each) for each in params]:
         return []

@@ -29,14 +29,14 @@ Scale = Literal["none", "rms", "unit", "restored"]
 Call = Callable[[Tensor, Tensor], Tensor]
 
 PROBE = 67  # no multiple of a vector register: a kernel's main loop and its tail both run
-LEAST_COSINE = 0.01  # below it an update is no descent
-GRAM, CROSS, PHI = "lift_gram", "lift_cross", "phi."  # in the state of a parameter
-MADE_OF = ("feature_map", "odd", "center", "input_scale", "lift", "ridge", "seed")  # of a row map
+LEAST_COSINE = 0.01  # between gradients and updates; below it there is no descent
+GRAM, CROSS, PHI = "lift_gram", "lift_cross", "phi."  # keys in a parameter's state
+MADE_OF = ("feature_map", "odd", "center", "input_scale", "lift", "ridge", "seed")  # options that make a row map
 
 
 def choose(feature_map: FeatureMap) -> LiftName:
-    """Meaning of `lift="auto"`: identity where components keep their sign, pinv where features decode linearly or
-    forget lengths (J_phi(x) x = 0, so that no update of vjp descends), else vjp."""
+    """Meaning of `lift="auto"`: identity if components keep their sign, pinv if features decode linearly or forget
+    lengths (J_phi(x) x = 0, so that no update of vjp descends), otherwise vjp."""
     traits = feature_map.traits()
     if traits.rising == "everywhere":
         return "identity"
@@ -44,10 +44,11 @@ def choose(feature_map: FeatureMap) -> LiftName:
 
 
 def resolve(group: Group, widths: list[int]) -> None:
-    """Says in a group what `auto` means; refuses a lift that the map does not have at these widths.
+    """Replaces `auto` in a group by the option it stands for; refuses a lift that the map does not allow at these row
+    widths.
 
-    input_scale: none where updates descend at gradients of any length, which are those of maps of degree 1 and, taken
-    as they are, of componentwise ones of bounded slope, and for literal phi; else restored.
+    input_scale becomes "none" if updates descend at gradients of any length, as with maps of degree 1 and with the lift
+    identity of componentwise maps of bounded slope, or if phi is neither centred nor odd-lifted; otherwise "restored".
     """
     feature_map = map_of(group)
     traits = feature_map.traits()
@@ -77,9 +78,9 @@ def resolve(group: Group, widths: list[int]) -> None:
 
 @dataclass(frozen=True)
 class RowMap:
-    """u = P phi~(g) for rows g `[n, columns]`, and its two halves.
+    """The map u = P phi~(g) of rows g `[n, columns]`, and its two halves.
 
-    `zero` is phi(0), to be subtracted; `mask` clears what rounding leaves of a zero gradient.
+    `zero` is phi(0), to be subtracted; `mask` makes the features of a zero gradient exactly 0, whatever rounding left.
     """
 
     feature_map: FeatureMap
@@ -93,7 +94,7 @@ class RowMap:
     zero: Tensor | None = None
     mask: bool = False
     gain: float = 1.0  # |u| / |g| of Gaussian rows, divided out
-    error: float | None = None  # of the decoder that `calibrated` made
+    error: float | None = None  # of a decoder fitted to Gaussian rows
 
     def features(self, g: Tensor) -> tuple[Tensor, Any]:
         """phi~(g) `[n, d_phi]`, and the residuals of phi's VJP."""
@@ -112,7 +113,7 @@ class RowMap:
         return g if self.scale == "restored" else scaled(g, self.scale)
 
     def back(self, features: Tensor, g: Tensor, residuals: Any) -> Tensor:
-        """P held `[n, columns]`; the Jacobian of `vjp` is that at g."""
+        """P applied to features, `[n, columns]`; the lift `vjp` takes the Jacobian at g."""
         if self.lift in ("identity", "vjp"):
             lifted = features if self.lift == "identity" else self.feature_map.vjp(residuals, features)[0]
             return lifted if self.gain == 1 else lifted / self.gain
@@ -135,7 +136,7 @@ class RowMap:
 
     @cached_property
     def formula(self) -> Text | None:
-        """P phi~ of a scaled number, by the lift identity or vjp, as kernels take it; None where it takes more."""
+        """P phi~ of a scaled number, for lift identity or vjp, as text for kernels; None if it has no formula."""
         if any(self.params.values()):
             return None
         centred = self.centre and self.feature_map.parity != "odd"
@@ -143,7 +144,7 @@ class RowMap:
         return printed if isinstance(printed, Text) else None
 
     def lengths(self, width: int) -> tuple[float, float]:
-        """By how many of its lengths a row of this width is divided, and updates multiplied; 0 where by none."""
+        """Factors a, b: a row of this width is divided by a |row|, its update multiplied by b |row| unless b = 0."""
         return width**-0.5 if self.scale == "rms" else 1.0, 1 / self.gain if self.scale == "restored" else 0.0
 
     def with_params(self, params: Params, like: Tensor) -> RowMap:
@@ -160,8 +161,8 @@ class RowMap:
 
 
 def of_numbers(group: Group) -> bool:
-    """True if P phi~ acts on each number by itself, once its row is scaled; where phi learns, all of a parameter's
-    rows teach it."""
+    """True if P phi~ acts on each number by itself, once its row is scaled; False if phi learns, as it learns from all
+    rows of a parameter."""
     return group.get("lift") in ("identity", "vjp") and not group.get("phi_lr") and map_of(group).traits().componentwise
 
 
@@ -189,7 +190,7 @@ def gaussian(count: int, width: int, seed: int) -> Tensor:
 
 
 def checksum(params: Params) -> str:
-    """16 hexadecimal digits of parameters: what a checkpoint keeps of them."""
+    """Digest of parameters, 16 hexadecimal digits, which a checkpoint has in their place."""
     digest = hashlib.sha256()
     for group in (params["learned"], params["frozen"]):
         for name, value in sorted(group.items()):
@@ -220,7 +221,7 @@ def with_learned_phi(row_map: RowMap, state: State, like: Tensor) -> RowMap:
 
 
 def learned_map(row_map: RowMap, state: State, g: Tensor, group: Group) -> tuple[RowMap, Tensor, Any]:
-    """The map with what a state has learned, its lift from these rows as well; and their `features`."""
+    """The map with the phi and lift that a state has learned, the lift also from these rows; and their `features`."""
     if group["phi_lr"]:
         row_map = with_learned_phi(row_map, state, g)
     features, residuals = row_map.features(g)
@@ -248,17 +249,17 @@ def learn_phi(row_map: RowMap, state: State, g: Tensor, lr: float) -> None:
         state[f"{PHI}{name}"].sub_(grad, alpha=lr)
 
 
-# Whether phi acts on gradients, or is linear where they lie: watched over the first steps, and said once.
+# A phi that is linear at the gradients it gets does nothing: this is checked in the first steps, with one warning.
 
 STEPS = 10
 """Steps of a group that are watched."""
 LINEAR = 2.0**-9
-"""The root mean square of what rounding to bfloat16 changes, relative to a number: a phi that bends updates by less
-does less than the rounding of most gradients."""
+"""Root mean square of the relative error of rounding to bfloat16: a phi that bends updates by less changes them less
+than rounding changes most gradients."""
 
 
 class Bent(NamedTuple):
-    """Rows of a parameter as phi gets them, what the update ought to be a multiple of, and the update."""
+    """Rows of a parameter as phi gets them, their target (a linear phi's update is a multiple), and the update."""
 
     inputs: Tensor
     target: Tensor
@@ -266,8 +267,8 @@ class Bent(NamedTuple):
 
 
 def bend(rows: Iterable[Bent]) -> Tensor:
-    """`[2]` in float64: by how much updates differ from one multiple of their targets, relative to them, and the root
-    mean square of what phi gets. Updates of no length tell nothing, by infinity."""
+    """`[2]` in float64: relative distance of updates from the nearest multiple of their targets, and root mean square
+    of the inputs of phi. The distance is infinity if updates or targets are all zero, as it is then not known."""
     inputs, x, u = (
         torch.cat([part.detach().double().flatten() for part in parts]) for parts in zip(*rows, strict=True)
     )
@@ -281,7 +282,7 @@ def bend(rows: Iterable[Bent]) -> Tensor:
 class Watch:
     """The largest bend of a group's updates over its first steps, by device and dtype.
 
-    Numbers stay on their device until `STEPS` are watched, and are looked at when they have come: no step waits.
+    Measures stay on their device for `STEPS` steps, and are read once their copy has arrived, so no step waits.
     """
 
     def __init__(self) -> None:
@@ -290,7 +291,7 @@ class Watch:
         self._heard: dict[Any, list[float]] = {}
 
     def over(self, group: Group, like: Tensor, rows: Callable[[], Iterable[Bent]]) -> bool:
-        """Watches a step; whether all is known, and said if phi is linear."""
+        """Watches a step; True if all measures are known, after a warning if phi is linear."""
         key = (like.device, like.dtype)
         steps = self._steps[key] = self._steps.get(key, 0) + 1
         if steps <= STEPS:
@@ -329,7 +330,7 @@ def _sentence(group: Group, largest: float, size: float) -> str:
 
 
 def _always(group: Group) -> bool:
-    """True if phi of a number is a multiple of it, as the odd part of relu is."""
+    """True if phi multiplies numbers by a constant, as the odd part of relu does."""
     feature_map = map_of(group)
     if not feature_map.traits().componentwise:
         return False
@@ -341,17 +342,17 @@ def _always(group: Group) -> bool:
 class PhiOptimizer(MatrixOptimizer):
     """An optimiser that reads gradients through a feature map, row by row.
 
-    Frozen draws are not kept: they are drawn from the group's `seed`, the same on every device and process, and a
+    Frozen parameters are not saved: they are drawn from the group's `seed`, the same on every device and process, and a
     checkpoint holds their checksum. [OPT-PHI-I3]
     """
 
     structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, *MADE_OF[:5])
     carried: ClassVar[tuple[str, ...]] = ("_given", "_call", "_maps")
-    # By a group's first parameter; None where nothing is left to say.
+    # By a group's first parameter; None once nothing is left to check.
     _watches: dict[Tensor, Watch | None] | None = None
 
     def prepared(self, options: Group) -> Group:
-        """Keeps what a checkpoint cannot: a lift that is a function, given parameters of phi."""
+        """Stores what a checkpoint cannot hold: a lift that is a function, and the caller's parameters of phi."""
         self._given: dict[int, Params] = dict(options.pop("phi_params") or {})
         for width, params in self._given.items():
             if type(width) is not int or set(params) != {"learned", "frozen"}:
@@ -368,7 +369,7 @@ class PhiOptimizer(MatrixOptimizer):
         return super().prepared(options)
 
     def learning(self, group: Group, like: Tensor) -> State:
-        """State of a lift and phi that learn; draws and calibrates now, not in a step."""
+        """State of a learned lift and a learned phi; draws and calibrates the row map now, not in the first step."""
         row_map, state = self.row_map(group, like), State()
         if row_map.lift == "learned":
             d_phi = row_map.feature_map.output_dim(like.shape[-1])
@@ -383,7 +384,7 @@ class PhiOptimizer(MatrixOptimizer):
         return as_matrix(x, group["matrix"])
 
     def check(self, group: Group) -> None:
-        """Resolves what is `auto`, so that the group says what is computed; refuses the rest."""
+        """Resolves defaults, so that the group says what is computed; refuses maps that need a position."""
         super().check(group)
         plain = _at_unit_scale(FeatureMap.model_validate(group["feature_map"]))
         if plain.needs_position:
@@ -410,12 +411,12 @@ class PhiOptimizer(MatrixOptimizer):
                 )
 
     def watch(self, group: Group, rows_of: Callable[[], list[Tensor]]) -> None:
-        """Says once of a group where phi is linear at the rows of its first steps. [OPT-PHI-I5]"""
+        """Warns, once per group, if phi is linear at the rows of its first steps. [OPT-PHI-I5]"""
         if torch.compiler.is_compiling():
             return
         if self._watches is None:
             self._watches = {}
-        first = group["params"][0]  # `Leveled` steps some of the groups, so that their places say nothing
+        first = group["params"][0]  # not an index, as `Leveled` passes only some of the groups
         if first not in self._watches:
             self._watches[first] = Watch() if self.may_be_linear(group) else None
         watch = self._watches[first]
@@ -443,7 +444,7 @@ class PhiOptimizer(MatrixOptimizer):
         return sorted({self.rows_of(outline(p), group).shape[-1] for p in params})
 
     def decode_errors(self) -> dict[int, float]:
-        """By row width: what share of a Gaussian row the lift `pinv` misses."""
+        """Relative error of the lift `pinv` on Gaussian rows, by row width."""
         return {key[1]: row_map.error for key, row_map in self._maps.items() if row_map.error is not None}
 
     def row_map(self, group: Group, like: Tensor) -> RowMap:
@@ -453,7 +454,7 @@ class PhiOptimizer(MatrixOptimizer):
         if key not in self._maps:
             self._maps[key] = self._new_row_map(group, like)
         row_map = self._maps[key]
-        if group["differentiable"]:  # parameters that autograd follows, phi(0) with them
+        if group["differentiable"]:  # so that autograd reaches phi's parameters, also through phi(0)
             row_map = row_map.with_params(self.drawn(group, width), like)
         return row_map
 
@@ -471,8 +472,8 @@ class PhiOptimizer(MatrixOptimizer):
     def _with_decoder(self, group: Group, row_map: RowMap, like: Tensor) -> RowMap:
         """pinv: P = argmin E|phi~(x) P - x|^2 + ridge |P|^2 over seeded Gaussian rows x, and its error.
 
-        In float64. The error, sqrt(E|phi~(x) P - x|^2 / E|x|^2), is taken on rows that the fit has not seen: 0 decodes
-        exactly, 1 tells nothing. [OPT-LIFT-D3]
+        In float64. The error, sqrt(E|phi~(x) P - x|^2 / E|x|^2), is taken on rows that the fit has not seen: 0 is
+        exact, 1 no better than P = 0. [OPT-LIFT-D3]
         """
         width, d_phi = like.shape[-1], row_map.feature_map.output_dim(like.shape[-1])
         count = max(256, 4 * d_phi)
@@ -490,8 +491,8 @@ class PhiOptimizer(MatrixOptimizer):
                 f"{missed}, more than max_decode_error = {group['max_decode_error']}; use {advice}more features, a "
                 "wider bandwidth, or lift='vjp'"
             )
-        # A wrong part of size e turns an update by up to e: momentum then feeds oscillations where e sqrt(lr curvature)
-        # is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
+        # An error of size e turns an update by up to e: momentum then feeds oscillations if e sqrt(lr curvature) is
+        # above its loss per step, 1 - momentum. [OPT-LIFT-I3]
         slack = 1 - float(torch.as_tensor(group["momentum"]).detach())
         if error > slack > 0:
             warn(
@@ -502,9 +503,10 @@ class PhiOptimizer(MatrixOptimizer):
         return replace(row_map, decoder=decoder.to(like), error=error)
 
     def _with_gain(self, group: Group, row_map: RowMap, like: Tensor) -> RowMap:
-        """The map with updates as long as 32 seeded Gaussian rows; warns where they do not descend.
+        """The map with the gain that its updates have on 32 seeded Gaussian rows; warns if they do not descend.
 
-        In the dtype of `like`, whose rounding may be all that is left. A constant map has no updates: its gain is 1.
+        In the dtype of `like`, as updates may consist of its rounding only. A constant map has no updates: its gain is
+        1.
         """
         width = like.shape[-1]
         rows = gaussian(32, width, group["seed"]).to(like.dtype)
@@ -519,7 +521,7 @@ class PhiOptimizer(MatrixOptimizer):
         return replace(row_map, gain=float(updates.norm() / rows.norm()) if power > 0 else 1.0)
 
     def drawn(self, group: Group, width: int) -> Params:
-        """phi's parameters for rows of a width, in float64 on the CPU: the same on every device; or those given."""
+        """phi's parameters for rows of a width, in float64 on the CPU, the same for every device; or the caller's."""
         if width in self._given:
             return self._given[width]
         generator = torch.Generator().manual_seed(group["seed"])
@@ -539,6 +541,6 @@ def _at_unit_scale(feature_map: FeatureMap) -> FeatureMap:
 
 
 def map_of(group: Group) -> FeatureMap:
-    """The feature map of a group, odd-lifted where the group says so."""
+    """The feature map of a group, odd-lifted if `odd` is set."""
     plain = FeatureMap.model_validate(group["feature_map"])
     return OddLift(inner=plain) if group["odd"] else plain

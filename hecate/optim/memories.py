@@ -39,16 +39,16 @@ CHUNK = 256  # samples whose order is resolved by one triangular system
 class DeltaMomentum(MatrixOptimizer):
     r"""delta_momentum: m <- m (momentum I - c g^T g) + g, w <- (1 - lr weight_decay) w - lr m.
 
-    The momentum as a delta-rule memory of gradients: what it holds along the present gradient is erased before that is
-    added. Eq. 49 puts -lr g into m and adds m to w: the same while lr is constant. Its g^T g lacks the factor that
-    descent gives it; here it is `erase`, a number or `"lr"`.
+    The momentum is a delta-rule memory of gradients: its content along the present gradient is erased before that is
+    added. Eq. 49 writes -lr g into m and adds m to w, which is the same while lr is constant. Its g^T g lacks the step
+    size that descent would give it; here that is `erase`, a number or `"lr"`.
 
-    reading: what g^T g is. `matrix`, of all rows; `rows`, each row of m erases along its own row of g; `scalar`, the
+    reading: what g^T g is. `matrix`, of all rows; `rows`, each row of m is erased along its own row of g; `scalar`, the
     number |g|^2 of the whole gradient, m <- max(0, momentum - erase |g|^2) m + g. The last two, with `erase="lr"`, beat
     tuned momentum on two thirds of eq. 53's surfaces.
     form: `stable`, c = erase / (1 + erase |g|^2) with |g| of the matrix or row, so that no eigenvalue of the bracket
-    leaves [momentum - 1, momentum]; for `scalar` the max. `hope`, c = erase and no max, as printed: refused
-    (`beyond="raise"`) or warned of (`"warn"`) at a gradient with erase |g|_2^2 > 1 + momentum, where m grows.
+    leaves [momentum - 1, momentum]; for `scalar` the max. `hope`, c = erase and no max, as printed; a gradient with
+    erase |g|_2^2 > 1 + momentum, at which m grows, is refused (`beyond="raise"`) or warned of (`"warn"`).
     orthogonalize: Newton-Schulz on m before it moves the weights; True, or fields of its algorithm.
 
     Formula: $m_t = m_{t-1} (\mu I - c_t g_t^\top g_t) + g_t,\quad c_t = \frac{\mathrm{erase}}{1 + \mathrm{erase}\,
@@ -113,14 +113,14 @@ class DeltaMomentum(MatrixOptimizer):
         put(group, states, MOMENTUM, momenta)
 
     def _erasure(self, group: Group, memory: Tensor, grad: Tensor) -> Tensor:
-        """The part of the momentum that the gradient erases."""
+        """The part of the momentum erased by the gradient, to be subtracted."""
         m, g = (as_matrix(x, group["matrix"]) for x in (memory, grad))
         stable, rows = group["form"] == "stable", group["reading"] == "rows"
         g, size = tamed(g, -1 if rows else (-2, -1), g.dtype)
         weight = _erase(group) * size * size
         square = (g * g).sum(-1, keepdim=True) if rows else (g * g).sum()
         if group["reading"] == "scalar":
-            momentum = torch.as_tensor(group["momentum"]).to(square)
+            momentum = torch.as_tensor(group["momentum"], dtype=square.dtype, device=square.device)
             factor = weight * square
             return ((torch.minimum(factor, momentum) if stable else factor) * m).reshape(memory.shape)
         if stable:
@@ -149,15 +149,16 @@ class DeepMomentum(MatrixOptimizer):
     decays the distance from there. The loss is the sum over rows.
 
     input_scale: `rms` (the default of `descent`) divides the gradient by the root mean square of its rows that are not
-    zero (`shared`: of all of them). A gradient of length s teaches m only s^2 as fast and is answered s times as long:
-    without it steps shrink like s^3, and a model whose gradients are small stands still. With it B is of the order of
+    zero (`shared`: of all of them). Without it, gradients of length s train m by factors s^2 and get answers of length
+    s, so that steps shrink like s^3 and a model whose gradients are small stands still. With it B is of the order of
     rows times width, c close to 1/B.
     orthogonalize: Newton-Schulz on m'(g), eq. 52 (the default of `descent`); True, False, or fields of its algorithm.
-    Of a direction that has the share v of the rows' power m answers less than about v / (v + 1 - momentum), so without
-    it only the strongest direction moves. Steps are as long as those of `Muon` with adjust_lr_fn="none", lr alike.
-    shared: one network for all rows of one width in a group, trained on those of this step together; every parameter of
-    that width keeps a copy, also without a gradient. Else one each.
-    width: hidden units, and the most directions that an answer has. rate: step size of the network.
+    In a direction with the share v of the rows' power, m answers less than about v / (v + 1 - momentum) of what it
+    should, so without orthogonalisation only the strongest direction moves. Steps are as long as those of `Muon` with
+    adjust_lr_fn="none" at the same lr.
+    shared: one network for all rows of one width in a group, trained on all rows of a step together; every parameter of
+    that width keeps a copy, also one without a gradient. Otherwise each parameter has its own network.
+    width: number of hidden units, and the largest rank of an answer. rate: step size of the network.
 
     Formula: $\theta_t = \theta_0 + \mu (\theta_{t-1} - \theta_0) - c_t \nabla_\theta \ell(m_{t-1}; g_t),\quad m(u) =
     W_2 \tanh(W_1 u),\quad \ell(m; g) = \frac{1}{2} \Vert m(g) + g \Vert^2$
@@ -187,7 +188,7 @@ class DeepMomentum(MatrixOptimizer):
     structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, "shared", "width", "input_scale")
 
     def check(self, group: Group) -> None:
-        """Resolves what the objective decides, and refuses options that mean nothing."""
+        """Resolves the defaults that depend on the objective, and refuses options that are not valid."""
         taught = group["objective"] == "descent"
         if group["input_scale"] is None:
             group["input_scale"] = "rms" if taught else "none"
@@ -230,12 +231,12 @@ class DeepMomentum(MatrixOptimizer):
 
 
 def _answers(network: Algorithm, group: Group, rows: Tensor, layers: list[Tensor]) -> tuple[Tensor, ...]:
-    """Answers of networks `[n, ...]` to rows `[n, r, c]` that train them, and the networks after it."""
+    """Answers of networks `[n, ...]` to the rows `[n, r, c]` that train them, and the trained networks."""
     scale = _length(rows) if group["input_scale"] == "rms" else rows.new_ones(1, 1, 1)
     one = rows.new_ones(len(rows))
     step, *layers = network.direction(rows / scale, one, one * group["momentum"], *layers)
     options = group["orthogonalize"]
-    forgets = options and not options["rescale"]  # lengths, but for those below its eps
+    forgets = options and not options["rescale"]  # the rows' length, unless it is below eps
     return step if forgets else scale * step, *layers
 
 
@@ -244,9 +245,9 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _length(rows: Tensor) -> Tensor:
-    """By matrix, the root mean square of rows that are not zero; 1 if all are. `[n, 1, 1]`."""
+    """Root mean square of the rows that are not zero, for each matrix, `[n, 1, 1]`; 1 if all are zero."""
     moved = (rows != 0).any(-1, keepdim=True).sum(-2, keepdim=True) * rows.shape[-1]
-    size = largest(rows, (-2, -1))  # squares of what is left lie within the dtype
+    size = largest(rows, (-2, -1))  # so that no square overflows
     power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)
     return size * torch.where(power > 0, power, 1).sqrt()
 
@@ -259,7 +260,7 @@ class Samples(NamedTuple):
 
 
 class Passes(list[Samples]):
-    """The samples of a layer; unlike a list it can be referred to weakly."""
+    """The samples of a layer; unlike a plain list it allows weak references."""
 
 
 class DGD(MatrixOptimizer):
@@ -270,21 +271,21 @@ class DGD(MatrixOptimizer):
     `torch.nn.Linear` layers of a module.
 
     batch: how n samples make one step. `mean` averages their steps, each from the w before it; `sequential` takes them
-    in order, each from the w that the last one left, with the gradients of the w before the first. The decay is taken
+    in order, each from the w after the step before it, with all gradients those at the first w. Weight decay is applied
     once.
-    reduction: how the loss joins samples. `mean` (the default): a sample's own gradient is n times what reaches the
-    layer; `sum`: it is that.
-    unattached: what happens to parameters that are no weight of an attached layer, such as biases: `refuse`, or `sgd`,
-    w <- (1 - lr weight_decay) w - lr gradient.
+    reduction: how the loss is reduced over samples. With `mean` (the default), a sample's own gradient is n times the
+    one that reaches the layer; with `sum`, it is that one.
+    unattached: treatment of parameters that are not the weight of an attached layer, such as biases: `refuse`, or
+    `sgd`, w <- (1 - lr weight_decay) w - lr gradient.
 
-    rescaled: what happens to a gradient that is a multiple of what the samples make up, as after clipping by norm or
-    under a loss scaler: `refuse`, or `follow`, which multiplies their g alike.
+    rescaled: treatment of a gradient that is a multiple of the samples' sum, after clipping by norm or under a loss
+    scaler, for instance: `refuse`, or `follow`, which multiplies each g by the same factor.
 
     Shapes: w `[out, in]`; inputs `[..., in]`. No state.
     Cost: `mean` two products of n out in; `sequential` also n CHUNK (in + out).
     Warning: samples are kept from the backward pass until this optimiser's `zero_grad`. They must account for the
-    gradient: what is clipped by value or averaged over processes is refused, and so are sharded weights, whose samples
-    no process has all of. Eq. 57 has c = lr / (1 + lr), which holds for |x| = 1.
+    gradient: one that is clipped by value or averaged over processes is refused, and so are sharded weights, as no
+    process has all of their samples. Eq. 57 has c = lr / (1 + lr), which holds for |x| = 1.
 
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [OPT-DGD-D1]
     """
@@ -306,7 +307,7 @@ class DGD(MatrixOptimizer):
         return super().prepared(options)
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Takes samples from every Linear in `module` whose weight is here, until removed."""
+        """Collects samples of each Linear in `module` whose weight is here, until the returned handles are removed."""
         mine = {p for group in self.param_groups for p in group["params"]}
         layers = [m for m in module.modules() if isinstance(m, nn.Linear) and m.weight in mine]
         if not layers:
@@ -322,7 +323,7 @@ class DGD(MatrixOptimizer):
         return [m.register_forward_hook(_Watch(self._seen[m.weight])) for m in layers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients, and the samples they came from."""
+        """Clears gradients, and the samples they came from."""
         super().zero_grad(set_to_none)
         for samples in self._seen.values():
             samples.clear()
@@ -369,7 +370,7 @@ class DGD(MatrixOptimizer):
             bulk.move(layers, [self._direction(group, p, lr) for p in layers], 1, lr * decay)
 
     def _direction(self, group: Group, p: Tensor, lr: Any) -> Tensor:
-        """sum_t c_t (w x_t + g_t) x_t^T over the samples, or its mean."""
+        """Direction of a step: sum_t c_t (w x_t + g_t) x_t^T over the samples, or its mean."""
         dtype, samples = state_dtype(p, group["state_dtype"]), self._seen[p]
         w = p.to(dtype)
         x = torch.cat([s.inputs for s in samples]).to(dtype)
@@ -381,7 +382,7 @@ class DGD(MatrixOptimizer):
             return (c * (x @ w.mT + g)).mT @ x / max(1, len(x))
         moved = w
         for xs, gs, cs in zip(x.split(CHUNK), g.split(CHUNK), c.split(CHUNK), strict=True):
-            # An error e_t = w_t x_t + g_t with w_t = w - sum_(s < t) c_s e_s x_s^T: triangular.
+            # Errors e_t = w_t x_t + g_t with w_t = w - sum_(s < t) c_s e_s x_s^T: a triangular system.
             system = torch.tril(xs @ xs.mT, -1) * cs.mT
             errors = torch.linalg.solve_triangular(system, xs @ moved.mT + gs, upper=False, unitriangular=True)
             moved = moved - (cs * errors).mT @ xs
@@ -389,15 +390,16 @@ class DGD(MatrixOptimizer):
 
 
 def _multiple(grad: Tensor, sample_grad: Tensor) -> Tensor:
-    """s of the s sample_grad that is nearest to grad; 1 if that is zero."""
+    """The factor s with s sample_grad nearest to grad; 1 if sample_grad is zero."""
     power = sample_grad.square().sum()
     return torch.where(power > 0, (sample_grad * grad).sum() / torch.where(power > 0, power, 1), 1)
 
 
 class _Watch:
-    """A forward hook that adds inputs and, in the backward pass, gradients of outputs, to passes that an optimiser has.
+    """A forward hook that adds a layer's inputs and, in the backward pass, gradients of its outputs to an optimiser's
+    passes.
 
-    It keeps none itself: in a copy of the layer without the optimiser they are gone, and nothing is added."""
+    It refers to them weakly: in a copy of the layer without the optimiser, it adds nothing."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes = ref(passes)

@@ -36,8 +36,8 @@ FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_
 def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...], eps: float, dtype: Any = None) -> Tensor:
     """NS(U) `[..., r, c]`: singular values of U / max(|U|_F, eps) towards 1. [OPT-ORTH-D1]
 
-    Zero stays zero. `steps` are the coefficients of each, `dtype` is that of the iteration, None the matrix's own. Acts
-    on the whole matrix: rows of a shard alone would be another algorithm.
+    Zero stays zero. `steps` has the coefficients of each step; `dtype` is that of the iteration, by default the
+    matrix's own. It takes whole matrices: on the rows of a shard it would be another algorithm.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     dtype = dtype or matrix.dtype
@@ -67,7 +67,7 @@ def settings(option: bool | Mapping[str, Any] | Algorithm | None) -> dict[str, A
 
 
 def orthogonalised(u: Tensor, group: Group) -> Tensor:
-    """NS of u's matrix by a group's `orthogonalize`, of the matrix's own length with `rescale`; u itself without."""
+    """NS of u's matrix by a group's `orthogonalize`, with `rescale` at the matrix's length; u itself without it."""
     options = group["orthogonalize"]
     if not options:
         return u
@@ -129,7 +129,7 @@ def muon_steps(updates: list[Tensor], group: Group) -> list[Tensor]:
 
 
 def ratio(u: Tensor, group: Group) -> float:
-    """Factor of lr: the root of max(1, rows / columns), or 0.2 of the longer side's, or 1."""
+    """Factor of lr by `adjust_lr_fn`: sqrt(max(1, rows / columns)), 0.2 sqrt(max(rows, columns)), or 1."""
     rows, columns = as_matrix(u, group["matrix"]).shape
     if group["adjust_lr_fn"] == "original":
         return math.sqrt(max(1, rows / max(1, columns)))
@@ -187,16 +187,16 @@ class M3(SpectralOptimizer):
     """m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a slow_period.
 
     accumulate: `ema_mean`, m1 <- momentum m1 + (1 - momentum) g and at the end of a period m2 <- slow_momentum m2 + (1
-    - slow_momentum) s with s the mean of its gradients, `slow_period` many; `ema_last`, the same with s the last one
-    alone; `sum`, as printed, without decay: m1 <- m1 + momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v
-    + retain g^2. A window ends with the present gradient. slow_from: `close`, a moved m2 acts in the step that closes
-    its period, moved before m1; `next`, from the step after that on, as Algorithm 1 prints it.
+    - slow_momentum) s with s the mean of its `slow_period` gradients; `ema_last`, the same with s the last of them;
+    `sum`, as printed, without decay: m1 <- m1 + momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v +
+    retain g^2. A window ends with the present gradient. slow_from: `close`, a new m2 acts from the step that closes its
+    period, in which it is updated before m1; `next`, from the step after that, as Algorithm 1 prints it.
     second_moment: `none`; `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow NS(m2)) / (sqrt(v) +
     eps), which gives up the equal singular values that NS made. v <- retain v + (1 - retain) g^2; averages are divided
     by 1 - retain^t where their scale matters.
     vectors: parameters of fewer than 2 dimensions take `adam`, (m1 + slow m2) / (sqrt(v) + eps), or `row`, NS of one
     row: its direction.
-    a by `adjust_lr_fn`: see `Muon`, which this is with slow=0 (nesterov=False), bit for bit.
+    a by `adjust_lr_fn`: see `Muon`. With slow=0 this is `Muon` with nesterov=False, bit for bit.
 
     Shapes: see `MatrixOptimizer`. State: fast, slow, slow_update (NS of slow), step; slow_window unless `ema_last`;
     square where v is used.
@@ -242,7 +242,7 @@ class M3(SpectralOptimizer):
         grads = [g.to(state[FAST].dtype) for g, state in zip(grads, states, strict=True)]
         put(group, states, STEP, [state[STEP] + 1 for state in states])
         if squared := [(g, state) for g, state in zip(grads, states, strict=True) if SQUARE in state]:
-            # With infinity an average would be NaN from then on.
+            # An infinite square would make the average NaN at the next step.
             squares = [(g * g).clamp(max=torch.finfo(g.dtype).max) for g, _ in squared]
             self._write(group, bulk, [state for _, state in squared], SQUARE, squares, group["retain"])
         if group["slow_from"] == "close":
@@ -285,7 +285,7 @@ class M3(SpectralOptimizer):
             put(group, ended, WINDOW, [torch.zeros_like(state[WINDOW]) for state in ended])
 
     def _outputs(self, group: Group, states: list[State], key: str, counts: list[int]) -> list[Tensor]:
-        """Terms of an average in the updates, after its `counts`-th write."""
+        """Contributions of an average to the updates, after its `counts`-th write."""
         rate = group["momentum" if key == FAST else "slow_momentum"]
         outputs = [state[key] for state in states]
         for i, (state, count) in enumerate(zip(states, counts, strict=True)):

@@ -56,9 +56,9 @@ from hecate.phi import FeatureMap, Identity
 
 Change = Callable[[Tensors], Tensors]
 IDENTITY = Identity()
-MEMORY = "memory"  # in the state of a parameter
+MEMORY = "memory"  # a key in a parameter's state
 SQUARE, ROWS, COLUMNS = "square", "kronecker_rows", "kronecker_columns"
-WIDEST = 8192  # the largest side of a matrix whose kronecker factors are still kept
+WIDEST = 8192  # the longest side of a matrix with kronecker factors
 PRECONDITIONED = ("precondition", ("diagonal", "kronecker"))
 
 
@@ -75,23 +75,23 @@ class PhiMomentum(PhiOptimizer):
     lift: `identity` (equal widths); `vjp`, J^T phi~(g) with the map's own derivative; `pinv`, a linear decoder fitted
     once to Gaussian rows; `learned`, the same fitted to the gradients seen, discounted by `forget`; `prefix`, a
     polynomial's features of degree 1; or a function of (features, rows). `auto` takes identity where components keep
-    their sign, pinv for linear, random_fourier and what forgets lengths (normalise), else vjp; the group then says
-    which.
+    their sign, pinv for linear, random_fourier and maps that forget lengths (normalise), otherwise vjp; the group then
+    says which.
     input_scale: what phi gets. `restored` gives it rows at length 1, multiplies features by the row's length, and
     divides what identity and vjp make of them by their gain on Gaussian rows: updates are about as long as gradients,
-    at any length. It warns where they do not descend. `rms` and `unit` restore nothing: steps have one length for all
+    at any length. It warns if they do not descend. `rms` and `unit` restore nothing: steps have one length for all
     gradients, and at `rms` phi sees numbers about 1. `none` leaves rows as they are: a smooth phi is linear at small
-    gradients, which is said once. `auto` is restored, but none for maps of degree 1, for identity through bounded
-    slopes, and for literal phi.
-    space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the Jacobian at the present
-    gradient, which is another rule than `weight`.
+    gradients, with one warning if it is. `auto` is none for maps of degree 1, for the lift identity of maps with
+    bounded slopes and for a phi neither centred nor odd-lifted, otherwise restored.
+    space: where m lives. In `phi` it is `[rows, d_phi]` and is lifted when it is read; vjp then takes the Jacobian at
+    the present gradient, which is another rule than `weight`.
     precondition: `diagonal` u / (sqrt(v) + eps) or `kronecker` L^(-1/4) u R^(-1/4), of the lifted update, statistics
     kept by `retain`.
     orthogonalize: Newton-Schulz on what moves the weights; True, or fields of its algorithm.
-    guard: rows whose update climbs, <g, u> < 0: `skip` leaves them out, `flip` turns them.
+    guard: rows whose update climbs, <g, u> < 0: `skip` leaves them out, `flip` negates their update.
     phi_lr: learned parameters of phi descend |P phi~(g) - g|^2 / (2 |g|^2), per parameter.
-    odd: None odd-lifts what centring would cut in half (relu and its kin), else centres.
-    seed: of frozen draws and of the decoder's calibration; they are made again, not saved.
+    odd: None odd-lifts maps that centring would cut in half (relu and the like), and centres others.
+    seed: for frozen draws and the decoder's calibration, which are made again rather than saved.
     decoupled: weight_decay shrinks weights by lr weight_decay; False adds it to gradients, as SGD.
     dampening: factor 1 - dampening on what is written, from the first step on.
 
@@ -100,7 +100,7 @@ class PhiMomentum(PhiOptimizer):
     $w_t = (1 - \eta \lambda) w_{t-1} - \eta m_t$
     Shapes: see `MatrixOptimizer`; state per parameter: momentum like it (or `[rows, d_phi]`).
     Cost: identity and componentwise maps are memory-bound; others O(numel d_phi) a step. Sharded parameters are
-    gathered only where rows are cut, or phi_lr, a learned lift, kronecker or orthogonalize need all of them.
+    gathered only if rows are cut, or if phi_lr, a learned lift, kronecker or orthogonalize needs all of them.
     Warning: with `input_scale="none"` a lift serves gradients of the lengths it was made for: vjp through bounded maps
     vanishes for long rows, pinv through random Fourier features climbs.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
@@ -152,7 +152,7 @@ class PhiMomentum(PhiOptimizer):
 
     @property
     def stats(self) -> dict[str, int]:
-        """`guarded`: how many rows the guard has changed so far."""
+        """`guarded`: the number of rows that the guard has changed so far."""
         return {"guarded": int(self._guarded)}
 
     def check(self, group: Group) -> None:
@@ -197,7 +197,7 @@ class PhiMomentum(PhiOptimizer):
                 )
 
     def gathers(self, group: Group, p: Tensor) -> bool:
-        """True where a part does not suffice: rows cut apart, or sums over rows."""
+        """True if a shard is not enough: rows are cut, or the step sums over rows."""
         learned = group["phi_lr"] or group["lift"] == "learned"
         if learned or group["orthogonalize"] or group["precondition"] == "kronecker":
             return True
@@ -232,10 +232,10 @@ class PhiMomentum(PhiOptimizer):
         put(group, states, MOMENTUM, momenta)
 
     def _at_once(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, states: list[State]) -> bool:
-        """A step in one pass, where an update needs no more than each number's phi, momentum and mean square and the
-        length of its row; False where there is no kernel for it."""
+        """Takes the step in one pass of a kernel, if an update needs no more than each number's phi, momentum and mean
+        square and the length of its row; False if there is no kernel for it."""
         scale = group["input_scale"]
-        decays = scale != "none" and group["weight_decay"] and not group["decoupled"]  # in what lengths are taken of
+        decays = scale != "none" and group["weight_decay"] and not group["decoupled"]  # before lengths are taken
         mixes = group["orthogonalize"] or group["guard"] != "none" or group["precondition"] == "kronecker"
         if not bulk.foreach or decays or mixes or group["space"] != "weight" or not of_numbers(group):
             return False
@@ -255,16 +255,16 @@ class PhiMomentum(PhiOptimizer):
 
 
 def _rows_first(p: Tensor, group: Group) -> bool:
-    """True if the rows of p's matrix are those of its first dimension, and none is cut."""
+    """True if the rows of p's matrix run along its first dimension, and none is cut."""
     first = p.ndim == 2 or (p.ndim > 2 and group["matrix"] == "flatten")
     return first and rows_are_whole(p, group["matrix"])
 
 
 class Rowwise:
-    """For all maps, lifts, preconditioners and accumulators, on matrices `[rows, columns]`.
+    """The two maps of a step, into the momentum and out of it, for any phi, lift, preconditioner and space.
 
-    Gradients of one width go through phi together, unless each parameter learns its own lift or phi. `guarded` counts
-    rows that the guard changed.
+    They take matrices `[rows, columns]`. Gradients of one width go through phi together, unless each parameter learns
+    its own lift or phi. `guarded` counts rows that the guard has changed.
     """
 
     def __init__(self, group: Group, bulk: Bulk, states: list[State], map_for: Callable[[Tensor], RowMap]) -> None:
@@ -273,7 +273,7 @@ class Rowwise:
         self.guarded: Tensor | int = 0
         self.shapes: list[torch.Size] = []
         self.together: list[list[int]] = []
-        self.lifts: dict[int, Callable[[Tensor], Tensor]] = {}  # at the rows of gradients, by the place of the first
+        self.lifts: dict[int, Callable[[Tensor], Tensor]] = {}  # at the gradients' rows, by index of the first gradient
 
     def enter(self, grads: Tensors) -> Tensors:
         """phi~(g) `[rows, d_phi]` in phi-space, else the preconditioned P phi~(g)."""
@@ -287,13 +287,13 @@ class Rowwise:
         return written if self.in_phi else self._updates(written)
 
     def leave(self, momenta: Tensors) -> Tensors:
-        """The lifted accumulator, preconditioned, where it lives in phi-space; orthogonalised."""
+        """Updates from momenta: lifted and preconditioned if momenta live in phi-space, then orthogonalised."""
         if self.in_phi:
             momenta = self._updates(self._jointly(lambda first, rows: self.lifts[first](rows), momenta))
         return [orthogonalised(u, self.group) for u in momenta]
 
     def _jointly(self, f: Callable[[int, Tensor], Tensor], matrices: Tensors) -> Tensors:
-        """f of the rows that go together, as one matrix per gradient."""
+        """f of the rows that go through phi together, as one matrix per gradient."""
 
         def joined(members: list[int]) -> Sequence[Tensor]:
             some = [matrices[i] for i in members]
@@ -334,8 +334,8 @@ class Rowwise:
 
 
 def _factors(group: Group, bulk: Bulk) -> tuple[Any, ...]:
-    """Factors of a step: momentum, that of what is written into it, the decay in gradients, the decay of weights, that
-    of momentum in weights, lr."""
+    """Factors of a step: of the momentum, of what is written into it, of the weights that are added to gradients, of
+    the weights' own decay, of the momentum that is added to weights; and lr."""
     lr, momentum, decay = (bulk.number(group[name]) for name in ("lr", "momentum", "weight_decay"))
     gain, decays = 1 - group["dampening"], (0.0, decay) if group["decoupled"] else (decay, 0.0)
     written, step = (-lr * gain, 1.0) if group["form"] == "hope" else (gain, -lr)
@@ -347,7 +347,7 @@ def _step(
 ) -> Tensors:
     """One step in place; the new momentum, which under autograd is not the old tensor.
 
-    `enter` gives what gradients write into it, `leave` the updates of the weights from what it holds.
+    `enter` makes of gradients what is written into it, `leave` makes of it the updates of the weights.
     """
     momentum, gain, coupled, decay, step, lr = _factors(group, bulk)
     if grads[0].dtype != momenta[0].dtype:
@@ -366,7 +366,7 @@ def _step(
 def diagonal(bulk: Bulk, squares: Tensors, updates: Tensors, retain: float, eps: float) -> tuple[Tensors, Tensors]:
     """v <- retain v + (1 - retain) u^2, u / (sqrt(v) + eps): the updates, then the v.
 
-    v is overwritten, unless autograd is to follow it. [OPT-PRE-D1]
+    v is overwritten, unless the group is differentiable. [OPT-PRE-D1]
     """
     squares = bulk.decay(squares, retain)
     if bulk.differentiable:
@@ -446,7 +446,7 @@ class KernelMomentum(PhiOptimizer):
         return matrix.mT if group["keys"] == "columns" else matrix
 
     def may_be_linear(self, group: Group) -> bool:
-        """True where features are as many as numbers, and no other kernel than theirs is linear."""
+        """True if, besides, keys have as many features as numbers: otherwise the kernel is not that of identity."""
         alike = all(map_of(group).output_dim(width) == width for width in self.widths(group))
         return alike and super().may_be_linear(group)
 

@@ -1,4 +1,4 @@
-"""Tensors of a step: the matrix view, the dtype of state, what is sharded, joined small ones, arithmetic in bulk.
+"""Tensors of a step: their matrices, the dtype of state, shards, batches of small tensors, arithmetic on lists.
 
 `DTensor` is imported only where one is met: plain training does not wait for torch.distributed.
 """
@@ -24,7 +24,7 @@ from hecate.tape import is_traced
 
 Tensors = list[Tensor]
 SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
-PIECE, SHARE = 1 << 16, 1 << 20  # numbers of a piece of a tensor for kernels, and as many as are worth a thread
+PIECE, SHARE = 1 << 16, 1 << 20  # numbers in a piece for kernels, and numbers that are worth another thread
 
 
 def state_dtype(p: Tensor, option: str) -> torch.dtype:
@@ -57,7 +57,7 @@ def tamed(x: Tensor, dim: int | tuple[int, ...], dtype: torch.dtype) -> tuple[Te
 
 
 def outline(p: Tensor) -> Tensor:
-    """p's shape without its numbers, for questions that a shard of uneven parts would refuse."""
+    """A tensor of p's shape without data, for views that an unevenly sharded p would refuse."""
     return torch.empty(p.shape, device="meta")
 
 
@@ -65,7 +65,7 @@ def outline(p: Tensor) -> Tensor:
 
 
 def local(value: Any) -> Tensor:
-    """This process's own part of a tensor, without communication; the tensor itself if whole."""
+    """This process's shard of a tensor, without communication; the tensor itself if it is whole."""
     if not is_sharded(value):
         return value
     if any(placement.is_partial() for placement in value.placements):
@@ -77,7 +77,7 @@ def local(value: Any) -> Tensor:
 
 
 def agreed(params: list[Any], bad: set[Tensor]) -> set[Tensor]:
-    """The params that are bad on any process with a part of them; all processes give them in the same order.
+    """The params that are bad on any process with a part of them; all processes pass `params` in the same order.
 
     One reduction of a flag for each parameter (for a mesh of several dimensions: along each), and none where nothing is
     sharded.
@@ -95,7 +95,7 @@ def agreed(params: list[Any], bad: set[Tensor]) -> set[Tensor]:
 
 
 def like(p: Any, mine: Tensor) -> Tensor:
-    """`mine`, this process's rows, as a tensor placed as `p`: first dimension as p's."""
+    """This process's rows `mine` as a tensor placed like `p`, with p's first dimension."""
     if not is_sharded(p):
         return mine
     from torch.distributed.tensor import DTensor
@@ -146,7 +146,7 @@ class Pieces:
 
     @classmethod
     def of(cls, *lists: Tensors, widths: Sequence[int] | None = None) -> Pieces | None:
-        """The pieces, rows of these widths if they are given; None where kernels do not take them."""
+        """The pieces, with `widths` one for each row; None if kernels cannot take the tensors."""
         first = lists[0][0]
         if first.dtype not in (torch.float32, torch.float64) or not first.is_cpu or is_traced():
             return None
@@ -158,7 +158,7 @@ class Pieces:
         if (kernels := load_kernels("momentum")) is None:
             return None
         places = np.array([[x.data_ptr() for x in xs] for xs in lists], np.int64)
-        if not places.all():  # zeros that torch has not laid out
+        if not places.all():  # zeros for which torch has allocated no memory
             return None
         counts = np.array(sizes, np.int64)
         if len(lists) > 1 and _overlap(places.ravel(), np.tile(counts * first.element_size(), len(lists))):
@@ -186,8 +186,8 @@ class Pieces:
         self, written: Text, factors: Sequence[float], hope: bool, nesterov: bool,
         scales: Mapping[int, tuple[float, float]],
     ) -> None:  # fmt: skip
-        """A step of momentum, as `hecate.engine.cpu.momentum.mover` says; `scales` has the numbers of its rows by their
-        width."""
+        """A step of momentum, defined in `hecate.engine.cpu.momentum.mover`; `scales` has `RowMap.lengths` by width of
+        rows."""
         move = self.kernels.mover(written.source)
         form, numbers = (np.array(scalars or (0.0,), self.float) for scalars in (factors, written.numbers))
         rows = np.zeros((2, len(self.sizes) if scales else 0), self.float)
@@ -199,20 +199,19 @@ class Pieces:
 
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
         weights, _, *states = self.lists
-        # As torch's operations do, for a graph that still needs the old ones.
+        # As torch's in-place operations do, so that a graph that has saved the old values raises.
         increment_version([*weights, *chain(*states)])
 
 
 def _overlap(places: Any, sizes: Any) -> bool:
-    """True if spans of bytes meet: a kernel that goes from tensor to tensor reads there what it has written before, and
-    threads what others are writing."""
+    """True if spans of bytes overlap: there a kernel would read numbers that it, or another thread, has overwritten."""
     order = places.argsort()
     starts = places[order]
     return bool((starts[1:] < (starts + sizes[order])[:-1]).any())
 
 
 def grouped(keys: Iterable[Any]) -> list[list[int]]:
-    """The places of equal keys, together."""
+    """Indices of keys, those of equal keys together."""
     places: dict[Any, list[int]] = {}
     for i, key in enumerate(keys):
         places.setdefault(key, []).append(i)
@@ -220,13 +219,13 @@ def grouped(keys: Iterable[Any]) -> list[list[int]]:
 
 
 def together(tensors: list[Tensor], group: dict[str, Any]) -> list[list[int]]:
-    """The places of small tensors of one shape, because a call costs more than their arithmetic; others alone."""
+    """Indices of tensors, those of equal small shapes together, because a call costs more than their arithmetic."""
     alone = group["foreach"] is False
     return grouped(i if alone or x.numel() >= SMALL else x.shape for i, x in enumerate(tensors))
 
 
 def by_group(groups: list[list[int]], f: Callable[[list[int]], Iterable[Any]]) -> list[Any]:
-    """Results of f on each group of places, one value a place, in the order of places."""
+    """Results of f on each group of indices, one for each index, in the order of indices."""
     results = dict[int, Any]()
     for members in groups:
         results.update(zip(members, f(members), strict=True))
@@ -234,12 +233,12 @@ def by_group(groups: list[list[int]], f: Callable[[list[int]], Iterable[Any]]) -
 
 
 class Bulk:
-    """In-place arithmetic on lists of tensors: foreach kernels, a loop, or differentiable.
+    """In-place arithmetic on lists of tensors: by foreach kernels, by a loop, or differentiably.
 
-    In float32 and float64 foreach and loop compute the same numbers bit for bit, but for what a kernel makes of phi and
-    of lengths. In half precision torch's foreach kernels round factors to it on a CPU, so there only an explicit
-    `foreach=True` takes them. A factor may be a tensor of one element that autograd follows; then nothing that autograd
-    saved is overwritten.
+    In float32 and float64 foreach and loop compute the same numbers bit for bit, except for phi and lengths of rows,
+    which kernels compute. In half precision torch's foreach kernels round factors to it on a CPU, so there only an
+    explicit `foreach=True` takes them. A factor may be a tensor of one element that autograd follows; then nothing that
+    autograd saved is overwritten.
     """
 
     def __init__(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
@@ -248,11 +247,11 @@ class Bulk:
         self.foreach = not (foreach is False or self.differentiable or halves)
 
     def number(self, value: Any) -> Any:
-        """A factor: a Python number, unless autograd is to follow it."""
+        """A factor as a Python number, or the tensor itself if autograd is to follow it."""
         return value.item() if isinstance(value, Tensor) and not self.differentiable else value
 
     def apply(self, name: str, xs: Tensors, *operands: Any, **factor: Any) -> Tensors:
-        """torch's operation of this name on each x and what is given beside it; in place where the name ends in _."""
+        """torch's operation `name` on each x and its operands; in place if the name ends in _."""
         if self.foreach:
             return getattr(torch, "_foreach_" + name)(xs, *operands, **factor) or xs
         rows = zip(xs, *(y if isinstance(y, list) else repeat(y) for y in operands), strict=False)
@@ -283,7 +282,7 @@ class Bulk:
     def move(
         self, params: Tensors, updates: Tensors, lr: Any, decay: Any, ratios: Any = None, step: Any = None
     ) -> None:
-        """p <- (1 - lr decay) p - step ratio u, step being lr and ratios 1 where they are not given."""
+        """p <- (1 - lr decay) p - step ratio u; step is lr and ratios are 1 by default."""
         values = self.decay(params, 1 - lr * decay) if decay else params
         step = lr if step is None else step
         if ratios is None:

@@ -24,8 +24,8 @@ class Params(TypedDict):
 
     Every tensor has a leading head axis `[H, ...]`; with `H = 1` it serves any number of heads.
 
-    `position` is no parameter but travels with them, so that combinators hand it on unread: whole numbers that
-    broadcast with x's shape without its last axis, there for maps that need it.
+    `position` is not a parameter, but is passed along with them, so that combinators need not read it: integers that
+    broadcast to x's shape without its last axis, present for maps that need them.
     """
 
     learned: dict[str, Tensor]
@@ -51,8 +51,8 @@ class Traits(NamedTuple):
     componentwise: bool = False  # feature i is the same function of x_i alone, for every i
     rising: Rising = "none"  # componentwise and strictly increasing, or only phi(x) - phi(-x) is, as relu's
     bounded_slope: bool = False  # |phi(x) - phi(y)| <= L |x - y| for some L
-    forgets_length: bool = False  # phi(c x) = phi(x) for c > 0, but near 0, where a degree of 0 knows no exception
-    decodes: bool = False  # a linear map of the features tells x back, wholly or in part; none does for an even map
+    forgets_length: bool = False  # phi(c x) = phi(x) for c > 0, except near 0 (with degree 0: everywhere)
+    decodes: bool = False  # a linear map of the features gives x back, wholly or in part; never so for an even map
     linear_at: int | None = None  # features linear_at, linear_at + 1, ... are x_0, x_1, ... times one factor
 
 
@@ -115,7 +115,7 @@ class PowerForm(NamedTuple):
 
 
 class _Trait(Generic[Value]):
-    """A trait as an attribute of a map; invisible on the class, so that a variant may have a field of its name."""
+    """A trait as an attribute of a map; hidden on the class, so that a variant may have a field of that name."""
 
     def __set_name__(self, owner: type[FeatureMap], name: str) -> None:
         self.name = name
@@ -129,10 +129,10 @@ class _Trait(Generic[Value]):
 class FeatureMap(Variant, family="feature_map"):
     """A map of keys and queries to phi-space, applied per head and before every update and read.
 
-    A variant gives `output_dim` where it has no field `d_phi`, `forward` with `vjp` on the next lines, its traits where
-    they differ from the defaults, as `promises` or, where fields decide, `traits`, and `shapes` where it has
-    parameters. A map without a hand-written `vjp` gives `features` instead and is differentiated by `torch.func.vjp`;
-    `hecate list` says so. `output_dim` and `init` of every variant refuse what no memory holds.
+    A variant defines `output_dim` unless it has a field `d_phi`; `forward`, with `vjp` right below it; its traits if
+    they differ from the defaults, as `promises` or, if they depend on fields, `traits`; and `shapes` if it has
+    parameters. A map without a hand-written `vjp` defines `features` instead and is differentiated by `torch.func.vjp`;
+    `hecate list` says so. `output_dim` and `init` of every variant refuse sizes too large for any memory.
 
     Shapes: x `[..., D]`, or `[..., H, D]` when its parameters are per head; features `[..., d_phi]`. The same instance
     with the same parameters serves the write and the read.
@@ -143,9 +143,9 @@ class FeatureMap(Variant, family="feature_map"):
     _formulas = ("forward", "vjp", "features", "value", "pull")
     _follows = MappingProxyType({"forward": ("features",), "vjp": ("features", "forward")})
     promises: ClassVar[Traits] = Traits()
-    widening: ClassVar[int] = 1  # features for each component of x, where no field says how many; 4 where one could
-    unit_scale: ClassVar[Mapping[str, Any]] = {}  # fields, left out, for inputs whose entries have size 1
-    # What is asked of a map from outside, as `Traits` says it.
+    widening: ClassVar[int] = 1  # features for each component of x, if no field sets their number
+    unit_scale: ClassVar[Mapping[str, Any]] = {}  # defaults of fields for inputs with entries of size 1
+    # Traits that code outside of this package reads; see `Traits`.
     non_negative = _Trait[bool]()
     kernel_non_negative = _Trait[bool]()
     parity = _Trait[Parity]()
@@ -167,7 +167,7 @@ class FeatureMap(Variant, family="feature_map"):
         return vars(self).get("d_phi") or self.widening * d
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters of one head by name, counted before any is drawn."""
+        """Shapes of the parameters of one head by name, which are checked before any is drawn."""
         return {}
 
     def traits(self) -> Traits:
@@ -206,7 +206,7 @@ class FeatureMap(Variant, family="feature_map"):
         return draw / math.sqrt(shape[1])
 
     def parameters(self, params: Params, *names: str) -> list[Tensor]:
-        """Some of its parameters; draws are cut from the graph: tape and autograd agree that they have no gradient."""
+        """The parameters of these names; draws are detached, so that under tape and autograd they have no gradient."""
         group, what = (params["frozen"], "draw") if self.is_random else (params["learned"], "learned parameter")
         for name in names:
             if name not in group:
@@ -245,8 +245,8 @@ class FeatureMap(Variant, family="feature_map"):
     def __call__(self, x: Tensor, params: Params | None = None, *, position: Tensor | None = None) -> Tensor:
         """phi(x) `[..., d_phi]`; `params` may be left out for maps without parameters.
 
-        Maps that need positions take them here, for x `[B, T, H, D]` as `[T, 1]` or `[B, T, 1]`: which axis is time
-        only the caller knows. A scan counts them itself.
+        Maps that need positions take them here, for x `[B, T, H, D]` as `[T, 1]` or `[B, T, 1]`, as only the caller
+        knows which axis is time. A scan counts them itself.
         """
         if params is None:
             params = {"learned": {}, "frozen": {}}
@@ -255,12 +255,12 @@ class FeatureMap(Variant, family="feature_map"):
         return self.forward(x, params)[0]
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """The kernel `[...]` that phi(x).phi(y) equals, at least in expectation; None if none."""
+        """The kernel `[...]` that phi(x).phi(y) equals, at least in expectation; None if none is known."""
         return None
 
     def power_form(self, d: int) -> PowerForm | None:
-        """Form of the map for block engines on inputs of width d, where its kernel is a polynomial of their inner
-        product and nothing is learned; else None."""
+        """Form of the map for block engines on inputs of width d, if its kernel is a polynomial of their inner product
+        and nothing is learned; otherwise None."""
         return None
 
     def inner_maps(self) -> tuple[FeatureMap, ...]:
@@ -268,7 +268,7 @@ class FeatureMap(Variant, family="feature_map"):
         return ()
 
     def _by_hand(self) -> bool:
-        # One map without a VJP leaves all to torch: a VJP around it would evaluate it again.
+        # If one map has no VJP, torch differentiates all of them: a VJP around it would evaluate it again.
         return self.hand_written() and all(map_._by_hand() for map_ in self.inner_maps())
 
     def block(self, params: Params) -> tuple[Block, tuple[Tensor, ...]]:
@@ -286,7 +286,7 @@ class FeatureMap(Variant, family="feature_map"):
             if position:
                 inputs["position"] = next(stream)
             features, residuals = self.forward(x, inputs)
-            # Kernels trust both: they would read beyond a row that is too short. Most maps are asked without a call.
+            # Kernels rely on both: they would read beyond a row that is too short. For most maps no call is needed.
             width = self.output_dim(x.shape[-1]) if declares else self.widening * x.shape[-1]
             if features.dtype != x.dtype or features.shape[-1] != width:
                 self._refuse_features(x, features, width)
@@ -313,7 +313,7 @@ FeatureMapKind = FeatureMap
 
 
 def seeded(generator: torch.Generator | None) -> torch.Generator:
-    """The generator itself, or a fresh one with seed 0: the global random state plays no part."""
+    """The generator itself, or a fresh one with seed 0; the global random state is not used."""
     return torch.Generator().manual_seed(0) if generator is None else generator
 
 
@@ -323,7 +323,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def position_of(kind: str, x: Tensor, params: Params) -> Tensor:
-    """The positions of x's tokens, checked against its shape; an error says where they go."""
+    """The positions of x's tokens, checked against its shape; an error says how to pass them."""
     if "position" not in params:
         raise ConfigError(
             f"feature map {kind!r} needs every token's position; outside a scan pass position=..., "
@@ -350,7 +350,7 @@ def project(x: Tensor, w: Tensor) -> Tensor:
         return x @ w[0]
     if x.dim() < 2 or x.shape[-2] != w.shape[0]:
         raise ShapeError(f"expected inputs [..., {w.shape[0]} heads, {w.shape[1]}], got {list(x.shape)}")
-    # One product for each head: to `@`, every token would have a matrix of its own.
+    # One product for each head: `@` would make one for each token.
     rows = x.reshape(-1, *x.shape[-2:]).transpose(0, 1)
     return torch.bmm(rows, w).transpose(0, 1).reshape(*x.shape[:-1], w.shape[-1])
 
@@ -370,7 +370,7 @@ def project_vjp(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def per_head(value: Tensor, x: Tensor) -> Tensor:
-    """A parameter `[H, ...]` ready to meet x `[..., H, D]`; one head's serves every head."""
+    """A parameter `[H, ...]` that broadcasts with x `[..., H, D]`; one head's serves every head."""
     if value.shape[0] == 1:
         return value[0]
     if x.dim() < 2 or x.shape[-2] != value.shape[0]:
@@ -384,7 +384,7 @@ def sum_to_heads(value: Tensor, heads: int) -> Tensor:
 
 
 def bounded(width: int, limit: int, d: int, knob: str, cure: str | None = None) -> int:
-    """`width`, refused when the state would be wider than `limit`; `cure`: what else helps."""
+    """`width`; refuses one above `limit`, with the advice to lower `knob`, or else `cure`."""
     if width > limit:
         first = f"lower {knob}, " if cure is None else cure
         raise ConfigError(

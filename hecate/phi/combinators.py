@@ -31,7 +31,7 @@ class Several(FeatureMap):
         return self.maps
 
     def input_dims(self, d: int) -> list[int]:
-        """The width that each map is given."""
+        """The width of each map's inputs."""
         return [d] * len(self.maps)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
@@ -53,7 +53,7 @@ class Several(FeatureMap):
         )
 
     def joined(self, **traits: Any) -> Traits:
-        """The traits of maps that are all given x, some of them told."""
+        """Traits of maps that all take x: these, and others as the caller gives them."""
         each = [map_.traits() for map_ in self.maps]
         return Traits(
             non_negative=all(t.non_negative for t in each),
@@ -64,7 +64,7 @@ class Several(FeatureMap):
         )
 
     def forward_each(self, x: Tensor, params: Params) -> tuple[list[Tensor], list[Any]]:
-        """The features of maps that are all given x, and the residuals of each."""
+        """Features of maps that all take x, and the residuals of each."""
         pairs = [map_.forward(x, params_at(params, index)) for index, map_ in enumerate(self.maps)]
         return [features for features, _ in pairs], [residuals for _, residuals in pairs]
 
@@ -188,8 +188,8 @@ class Concat(Several):
 class TensorProduct(Several):
     r"""tensor_product: phi(x) = phi_1(x) (x) ... (x) phi_n(x), all products of one feature each.
 
-    The kernel of the result is the product of the kernels: two keys are alike where every map finds them alike. The
-    last map's index runs fastest. Parameters are named by position: `0.weight`.
+    The kernel of the result is the product of the kernels: two keys are similar only if every map finds them similar.
+    The last map's index runs fastest. Parameters are named by position: `0.weight`.
 
     Formula: $\phi(x) = \phi_1(x) \otimes \cdots \otimes \phi_n(x)$
     $\phi(x)^\top \phi(y) = \prod_{i=1}^n \phi_i(x)^\top \phi_i(y)$
@@ -322,8 +322,8 @@ class Normalise(Wrapper):
         empty = largest == 0  # where 1/eps would be the slope of every feature
         if self.norm == "sum":
             return torch.where(empty, 1.0, features.sum(-1, keepdim=True) + self.eps)
-        # Squares of large features overflow; with the largest taken out first they do not.
-        # It cancels, so it is a constant to the derivative.
+        # Squares of large features overflow, so the largest is factored out first. It cancels, and is a constant to the
+        # derivative.
         largest = largest.clamp(min=self.eps)
         relative = (features / largest).square().sum(-1, keepdim=True)
         return torch.where(empty, 1.0, largest * (relative + (self.eps / largest).square()).sqrt())
@@ -339,7 +339,7 @@ class OddLift(Wrapper):
     Shapes: x `[..., D]` -> `[..., width of inner]`.
     VJP: gx = (inner^T(x) g + inner^T(-x) g) / 2, parameters (their cotangent at x - at -x) / 2.
     Traits: odd; degree and norm_bound of inner; is_random, needs_position of inner.
-    Cost: twice inner, which is taken as it is where it is odd.
+    Cost: twice inner; once if inner is odd, as it is then its own odd part.
     Warning: the odd part of an even map is 0, so even maps are refused.
     Origin: ours; the odd part of a function. [PHI-ODD-D1]
     """
@@ -401,6 +401,6 @@ def _merged(each: Iterable[Params]) -> Params:
 
 
 def _total(items: Sequence[Item | None], total: Callable[[list[Item]], Any]) -> Any:
-    """The total of items, None where one of them is."""
+    """The total of items; None if one of them is None."""
     known = [item for item in items if item is not None]
     return total(known) if len(known) == len(items) else None

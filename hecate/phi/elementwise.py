@@ -22,7 +22,7 @@ _POSITIVE = Traits(non_negative=True, kernel_non_negative=True, componentwise=Tr
 
 
 class Elementwise(FeatureMap):
-    """Helper for maps that act on each component alone: a variant gives `value` and `pull`.
+    """Helper for maps that act on each component alone: a variant defines `value` and `pull`.
 
     Both are called with float32 or better; features and cotangents are rounded once, to the dtype of x."""
 
@@ -32,7 +32,7 @@ class Elementwise(FeatureMap):
 
     @abstractmethod
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
-        """The cotangent of x from that of its value; at a kink, of the side that the docstring names."""
+        """The cotangent of x from that of its value; at a kink, for the side that the docstring names."""
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         wide = x.to(compute_dtype(x))
@@ -43,7 +43,7 @@ class Elementwise(FeatureMap):
         return self.pull(*residuals, g.to(residuals[0].dtype)).to(g.dtype), {}
 
 
-# A program of no blocks: there is nothing in it for autograd to record. A view, in which cotangents meet before x.
+# A program without blocks, so that autograd records nothing. A view, so that cotangents are summed before they reach x.
 _SAME = Block("phi.identity", lambda x: ((x.view_as(x),), None), lambda _, g: (g,), lambda run, x: (x,))
 
 
@@ -198,8 +198,8 @@ class SquaredReLU(Elementwise):
 class LeakyReLU(Elementwise):
     r"""leaky_relu: phi(x) = x for x > 0, slope x otherwise.
 
-    A relu that keeps the sign and a gradient of every component, and with them x itself: nothing is lost. What is lost
-    is relu's promise: kernels of either sign, one in eight of them negative for Gaussian keys of width 8.
+    A relu that keeps the sign and a gradient of every component, and so all of x. It does not keep relu's promise:
+    kernels have either sign, and one in eight is negative for Gaussian keys of width 8.
 
     Formula: $\phi(x)_i = \max(x_i, 0) + \mathrm{slope}\, \min(x_i, 0)$
     Shapes: x `[..., D]` -> `[..., D]`.
@@ -355,7 +355,7 @@ class Sigmoid(Elementwise):
 class Tanh(Elementwise):
     r"""tanh: phi(x) = tanh(x), componentwise.
 
-    Bounded and odd: signs survive, outliers do not, and |phi(x)|^2 < D keeps a delta rule stable for lr < 2 / D.
+    Bounded and odd: it keeps signs and clips outliers, and |phi(x)|^2 < D keeps a delta rule stable for lr < 2 / D.
 
     Formula: $\phi(x)_i = \tanh(x_i)$
     Shapes: x `[..., D]` -> `[..., D]`.
@@ -467,7 +467,7 @@ class CosFormer(FeatureMap):
     r"""cosformer: phi(x, i) = [max(x, 0) cos(pi i / 2M), max(x, 0) sin(pi i / 2M)], M = max_length.
 
     The kernel relu(q).relu(k) cos(pi (i - j) / 2M) prefers recent keys: it falls from 1 to 0 as the distance i - j goes
-    from 0 to M. Positions 0..M are taken, beyond it the kernel would turn negative; every reset starts again from 0.
+    from 0 to M. Positions run from 0 to M, as beyond it the kernel would be negative; every reset starts again from 0.
 
     Formula: $\phi(x, i) = \left[\max(x, 0) \cos\frac{\pi i}{2 L},\ \max(x, 0) \sin\frac{\pi i}{2 L}\right],\quad L =
     \mathrm{max\_length}$
@@ -475,8 +475,8 @@ class CosFormer(FeatureMap):
     VJP: gx = g_cos cos(pi i / 2M) + g_sin sin(pi i / 2M) for x > 0, else 0.
     Traits: non_negative, kernel_non_negative, degree 1, needs_position.
     Cost: O(D).
-    Warning: a position beyond M is a ConfigError, and NaN where values cannot be looked at, as while compiling. Keys at
-    distance M, and keys without a common positive entry, have a kernel of exactly 0.
+    Warning: a position beyond M raises ConfigError, or gives NaN where values cannot be read, as under torch.compile.
+    Keys at distance M, and keys without a common positive entry, have a kernel of exactly 0.
     References: cosFormer: Rethinking Softmax in Attention (Qin et al., 2022, arXiv 2202.08791). [PHI-COSFORMER-D1]
     """
 

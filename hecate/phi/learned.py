@@ -1,4 +1,4 @@
-"""Learned projections and the maps that are made of them, and the softmax over features that some of them end in."""
+"""Learned projections, the maps that are made of them, and softmax over features, with which some of them end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Linear(FeatureMap):
 class T2R(FeatureMap):
     r"""t2r: phi(x) = max(x W + b, 0), W and b learned per head.
 
-    One layer of a network as the map: how pretrained transformers are turned into recurrent ones with few features.
+    One layer of a network as the map, used to turn pretrained transformers into recurrent ones with few features.
 
     Formula: $\phi(x) = \max(W^\top x + b, 0)$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]` (None: 4 D); learned weight `[H, D, d_phi]` from N(0, 1/D),

@@ -1,18 +1,19 @@
 """Polynomial features: tensor powers of a key, in full or with equal entries merged, and their derivatives.
 
 The block of degree i holds all products of i components. Merged ("symmetric"), the C(d + i - 1, i) distinct monomials
-are kept, each times the square root of how often it occurs in the full power, so that in both layouts the inner product
-of two blocks is (x.y)^i.
+are kept, each times the square root of its number of occurrences in the full power, so that in both layouts the inner
+product of two blocks is (x.y)^i.
 
 Monomials of degree i are ordered by their largest variable v: each is a monomial of degree i - 1 in the variables 0 ..
 v times x_v, and those are a prefix of the block before. All tables below follow from that and are computed on the
 device, without atomics, so results are reproducible bit by bit.
 
-Block engines have a layout of their own. Where phi(x).phi(y) = sum_i a_i (x.y)^i, tokens meet each other in kernels of
-d numbers each, and features are needed only where tokens meet a state. There any features F of the same kernel serve,
-since F(x) = E phi(x) with E^T E = I: a memory M of phi is M E^T of F and comes back as (M E^T) E. Merged monomials of
-degree 2 have to be gathered one by one; in blocks of `BLOCK` components they are outer products x_I x_J^T for I <= J, a
-quarter wider than phi and made and pulled back by a few broadcast products. [PHI-SERIES-D1]
+Block engines have a layout of their own. Where phi(x).phi(y) = sum_i a_i (x.y)^i, products of tokens with each other
+are kernels of their d numbers, and features are needed only for products with a state. For these, any features F of the
+same kernel will do, since F(x) = E phi(x) with E^T E = I: a memory M of phi becomes M E^T, of F, and comes back as (M
+E^T) E. Merged monomials of degree 2 have to be gathered one by one; F takes them in blocks of `BLOCK` components, as
+outer products x_I x_J^T for I <= J, which make it a quarter wider than phi and take a few broadcast products, forward
+and backward. [PHI-SERIES-D1]
 """
 
 from __future__ import annotations
@@ -286,11 +287,11 @@ class Rebased(FeatureMap):
 
 
 class _Step(NamedTuple):
-    parent: Tensor  # [N_i] which monomial of degree i - 1
-    variable: Tensor  # [N_i] times which component
+    parent: Tensor  # [N_i] index of the monomial of degree i - 1
+    variable: Tensor  # [N_i] index of the component that it is multiplied by
     scale: Tensor  # [N_i] square root of the growth of the multiplicity
-    sizes: Tensor  # [d] how many monomials end in each variable
-    starts: Tensor  # [d] where they begin
+    sizes: Tensor  # [d] number of monomials that end in each variable
+    starts: Tensor  # [d] index of the first of them
 
 
 def widths(d: int, degree: int, symmetric: bool) -> list[int]:
@@ -312,7 +313,7 @@ def powers(x: Tensor, degree: int, symmetric: bool) -> list[Tensor]:
 
 
 def powers_vjp(x: Tensor, blocks: Sequence[Tensor], cotangents: Sequence[Tensor | None], symmetric: bool) -> Tensor:
-    """Cotangent of x from the cotangents of the blocks of degree 0 .. p, None for none."""
+    """Cotangent of x from the cotangents of the blocks of degree 0 .. p; None stands for zeros."""
     degree = len(blocks) - 1
     steps = _steps(x, degree) if symmetric else [None] * degree
     gx, carried = torch.zeros_like(x), cotangents[degree]
@@ -335,10 +336,10 @@ def powers_vjp(x: Tensor, blocks: Sequence[Tensor], cotangents: Sequence[Tensor 
 
 
 def _spread(g: Tensor, step: _Step, width: int) -> Tensor:
-    """`[..., N_i]` -> `[..., d, N_(i-1)]`: the cotangents of all products x_v m, 0 if not kept."""
+    """`[..., N_i]` -> `[..., d, N_(i-1)]`: the cotangents of all products x_v m, 0 for those left out."""
     columns = torch.arange(width, device=g.device)
     mask = columns < step.sizes.unsqueeze(-1)
-    # What is not kept reads a column of zeros behind the others.
+    # Products that are left out read a column of zeros behind the others.
     where = torch.where(mask, step.starts.unsqueeze(-1) + columns, g.shape[-1])
     spread = _take(torch.cat([g, torch.zeros_like(g[..., :1])], -1), where.flatten())
     return spread.unflatten(-1, where.shape)
@@ -370,7 +371,7 @@ def _steps(x: Tensor, degree: int) -> list[_Step]:
 
 
 def given_features(width: int) -> PowerForm:
-    """The form of features that are there already: phi(x) = x."""
+    """The form of features that are already computed: phi(x) = x."""
     return PowerForm((0.0, 1.0), width, _put, lambda x, g: g, _same, _same)
 
 
@@ -382,7 +383,7 @@ def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerFor
     widths = [1, d, *((part.stop - part.start) * (d - part.start) for part in parts)]
 
     def factors(x: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """The factors of a block's products: own components, and these with all later ones."""
+        """The factors of a block's products: its components, and its and all later components."""
         return second * x[..., part], torch.cat((x[..., part], math.sqrt(2) * x[..., part.stop :]), -1)
 
     def features(x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -425,14 +426,14 @@ def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerFor
 
 @lru_cache(maxsize=16)
 def _places(d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For every feature its place in phi and E's number; for every number of phi the one or two features that hold it,
-    one past the last feature where there is no second."""
+    """For each feature of F, its index in phi and its entry of E; for each of phi, the one or two indices in F, the
+    second one past the end of F if there is none."""
     pairs = torch.tensor(
         [(i, j) for at in range(0, d, BLOCK) for i in range(at, min(at + BLOCK, d)) for j in range(at, d)]
     )
     low, high = pairs.aminmax(dim=1)
     where = torch.cat((torch.arange(1 + d), 1 + d + high * (high + 1) // 2 + low))
-    # Both orders of a pair within a block hold it, each 1 / sqrt(2) times.
+    # A pair within a block is there in both orders, each times 1 / sqrt(2).
     twice = (low // BLOCK == high // BLOCK) & (low != high)
     once = torch.ones(len(twice), dtype=torch.float64).masked_fill(twice, math.sqrt(0.5))
     factor = torch.cat((torch.ones(1 + d, dtype=torch.float64), once))

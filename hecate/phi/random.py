@@ -1,5 +1,5 @@
-"""Random feature maps: draws, orthogonal blocks, redrawing and precise projections, which all of them share, and
-features of the Gaussian kernel: random Fourier ones, dense or fast, and its values at chosen points."""
+"""Random feature maps: draws, orthogonal blocks, redrawing and precise projections, which all of them share; and
+features of the Gaussian kernel: random Fourier features, dense or fast, and kernel values at centres."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Norms = Literal["chi", "sqrt"]
 
 
 class RandomMap(FeatureMap):
-    """A feature map with frozen random draws. A variant gives `draw`, the draws of one head, and their `shapes` where
-    they are not those of one projection.
+    """A feature map with frozen random draws. A variant defines `draw`, the draws of one head, and their `shapes`
+    unless it draws a single projection.
 
     Draws are made in float64 on the CPU, head after head, and then cast: one seed gives one map on every dtype and
     device, and the first heads of a map do not depend on how many follow. Without a generator the seed is 0; the global
     random state is neither read nor changed. [PHI-RAND-I1]"""
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        """By default those of a projection `w` onto the features."""
+        """By default the shape of a projection `w` onto the features."""
         return {"w": (d, self.output_dim(d))}
 
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def haar(d: int, generator: torch.Generator) -> Tensor:
     math-ph/0609050). [PHI-RAND-D1]
     """
     gaussian, threads = normal(d, d, generator), torch.get_num_threads()
-    torch.set_num_threads(1)  # LAPACK's sums depend on it: the same seed would give other last bits
+    torch.set_num_threads(1)  # LAPACK's rounding depends on it, so one seed would give other last bits
     try:
         q, r = torch.linalg.qr(gaussian)
     finally:
@@ -133,8 +133,8 @@ class RandomFourier(RandomMap):
     r"""random_fourier: phi(x) = sqrt(2/d_phi) cos(Wx + b), W ~ N(0, 1/sigma^2), b ~ U[0, 2 pi).
 
     The Gaussian kernel exp(-|x - y|^2 / (2 sigma^2)) in expectation: sigma is the distance within which two keys count
-    as alike. `form="paired"` is [cos(Wx), sin(Wx)] / sqrt(m) with d_phi = 2m and no b; at equal width it never has the
-    larger variance, and |phi(x)| = 1. `orthogonal` draws W in Haar blocks with chi norms, which lowers the variance
+    as similar. `form="paired"` is [cos(Wx), sin(Wx)] / sqrt(m) with d_phi = 2m and no b; at equal width it never has
+    the larger variance, and |phi(x)| = 1. `orthogonal` draws W in Haar blocks with chi norms, which lowers the variance
     where the kernel is large. Bounded features keep a delta rule stable for every lr < 1.
 
     Formula: $\phi(x) = \sqrt{\frac{2}{P}} \cos(W^\top x + b),\quad W_{ij} \sim \mathcal{N}(0, \sigma^{-2}),\quad b_i

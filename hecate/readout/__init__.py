@@ -1,4 +1,4 @@
-"""Readouts: what a query becomes before a memory answers it."""
+"""Readouts: maps of a query before a memory answers it."""
 
 from hecate.readout.readouts import Asked, Direct, Means, Readout, ReadoutKind
 from hecate.variant import import_variants

@@ -1,5 +1,5 @@
-"""Readouts: what a query is turned into before it reads, by what the keys so far have made: a ridge regression on
-all that was written, as in MesaNet and Gated KalmaNet, or slots of a bounded number, as in gated slot attention."""
+"""Readouts: maps of a query, before the memory answers it, by a state of the keys so far: a ridge regression on all
+that was written, as in MesaNet and Gated KalmaNet, or a bounded number of slots, as in gated slot attention."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ Held = dict[str, Tensor]
 
 
 class Asked(NamedTuple):
-    """A sequence as a readout sees it: features q and k `[B, T, H, P]`, the gates lr `[B, T, H]` and retain (also per
-    phi channel), those of its own `[B, T, H, *]` in the order of `Readout.gates`, None where not given; masks `[B, T]`
-    or None."""
+    """Inputs of a readout: features q and k `[B, T, H, P]`; the gates lr `[B, T, H]` and retain (also per phi channel);
+    its own gates `[B, T, H, *]` in the order of `Readout.gates`, None for those not given; masks `[B, T]` or None."""
 
     q: Tensor
     k: Tensor
@@ -32,14 +31,15 @@ class Asked(NamedTuple):
 
 
 class Means(NamedTuple):
-    """Means by which a readout walks over tokens.
+    """Functions with which a readout runs over tokens.
 
     Fields:
         run: executes blocks.
         spans: `(block, inputs, held) -> (outputs, held)` cuts inputs `[B, T, ...]` or None into spans and runs the
-            block (*inputs, held) -> (output, held) on one after the other; only what is held in between is kept.
-        recall: `(q, k, codes, lr, retain, held) -> (answers, held)` of a memory K that learns codes by heart,
-            K' = diag(retain) K + lr code k^T with retain per code, `[B, H, P, codes]` as it is held.
+            block (*inputs, held) -> (output, held) on one after the other; only the states `held` between spans are
+            kept.
+        recall: `(q, k, codes, lr, retain, held) -> (answers, held)` of a linear memory K of codes, K' = diag(retain) K
+            + lr code k^T with a retain per code; its state `held` is `[B, H, P, codes]`.
         late: whether a token is read after it is written.
     """
 
@@ -50,8 +50,7 @@ class Means(NamedTuple):
 
 
 class Turned(NamedTuple):
-    """The query and the key that the memory itself gets, its retain, and what the readout holds after the last
-    token."""
+    """The query, the key and the retain gate for the memory itself, and the readout's state after the last token."""
 
     q: Tensor
     k: Tensor
@@ -60,17 +59,18 @@ class Turned(NamedTuple):
 
 
 class Readout(Variant, family="readout"):
-    """A map of every query to another, which the memory answers, through a second state: one that the keys alone have
-    made, under the memory's own gates.
+    """A map of every query to another one, which the memory answers, by a second state that is built from keys alone,
+    under the memory's own gates.
 
-    That state starts and restarts at zero, and a token that is not written leaves it. The memory stays linear in what
-    is written, so every engine that runs it runs it here. A variant gives `turned` and the shapes of its state.
+    That state starts and restarts at zero, and a token that is not written leaves it. The memory stays linear in its
+    writes, so every engine that runs the plain memory runs it with a readout, too. A variant defines `turned` and the
+    shapes of its state.
 
     Shapes: q and k `[B, T, H, P]`; state `[B, H, ...]` by name.
     """
 
     plain: ClassVar[bool] = False  # whether queries stay as they are
-    gates: ClassVar[tuple[str, ...]] = ()  # of `hecate.rule.Gates`, which it takes beside lr and retain
+    gates: ClassVar[tuple[str, ...]] = ()  # those of `hecate.rule.Gates` that it takes besides lr and retain
     channels: ClassVar[bool] = False  # whether retain may differ between phi channels
     _formulas = ("turned", "state_shapes")
 
@@ -79,7 +79,7 @@ class Readout(Variant, family="readout"):
         return {}
 
     def refusals(self, config: Any) -> Iterator[str]:
-        """Reason why a `MemoryConfig` cannot be read this way."""
+        """Reasons why the memory of a `MemoryConfig` cannot be read this way."""
         if self.plain:
             return
         if not config.forms.target:
@@ -110,7 +110,7 @@ class Direct(Readout):
 
     Formula: $y_t = f(M_t, \phi(q_t))$
     Shapes: no state.
-    Origin: what a memory is. [ENG-READ-D1]
+    Origin: the plain read of a memory. [ENG-READ-D1]
     """
 
     kind: Literal["direct"] = "direct"
@@ -126,22 +126,22 @@ ReadoutKind = Readout
 class Ridge(Readout):
     r"""ridge: y = G (q + mix (x - q)), (H + diag(ridge + relative |H|_F)) x = q.
 
-    H = retain H + lr k k^T gathers the keys as the memory G = retain G + lr v k^T gathers values, so that G x is what
-    the least squares W of sum_i c_i |W k_i - v_i|^2 + sum_p ridge_p |W e_p|^2 answers to q, c_i the lr of a token times
-    the retain since: unlike algorithm `rls` with its discount, the ridge does not fade. The gates `ridge`, per head or
-    per phi channel, and `mix` in [0, 1] go before the fields.
+    H = retain H + lr k k^T gathers the keys as the memory G = retain G + lr v k^T gathers values, so that G x is W q
+    for the W that minimises sum_i c_i |W k_i - v_i|^2 + sum_p ridge_p |W e_p|^2, c_i the lr of a token times the retain
+    since then. Unlike algorithm `rls` with its discount, the ridge does not fade. The gates `ridge`, per head or per
+    phi channel, and `mix` in [0, 1] take precedence over the fields.
 
-    `exact` factors the matrix. `cg` takes so many steps of conjugate gradients from q over its diagonal, `chebyshev` so
-    many of Chebyshev's iteration for a spectrum in [least ridge, largest ridge + |H|_F]: relative errors of 0.07 and
-    2.5e-4 after 10 and 30 where the ridge is 0.02 |H|_F.
+    `exact` factors the matrix. `cg` takes `iterations` steps of conjugate gradients from q over its diagonal,
+    `chebyshev` as many of Chebyshev's iteration for a spectrum in [least ridge, largest ridge + |H|_F]: relative errors
+    of 0.07 and 2.5e-4 after 10 and 30 where the ridge is 0.02 |H|_F.
 
     Formula: $y_t = M_t \left(q_t + \mathrm{mix}_t (x_t - q_t)\right),\quad \left(H_t + \mathrm{diag}(\mathrm{ridge}_t +
     \mathrm{relative}\, \Vert H_t \Vert_F)\right) x_t = q_t$
     $H_t = \alpha_t H_{t-1} + \eta_t k_t k_t^\top,\quad M_t = \alpha_t M_{t-1} + \eta_t v_t k_t^\top$
-    Shapes: q, k, x `[B, T, H, P]`; H `[B, H, P, P]`, held as `keys`.
+    Shapes: q, k, x `[B, T, H, P]`; H `[B, H, P, P]`, in the state `keys`.
     VJP: by the implicit function theorem, g_q = A^-1 g and g_A = -g_q x^T, with the same solver: as near to the
-    derivative as the solver comes to the solution. Spans of 16 tokens are made again, so that no matrix is kept but
-    theirs.
+    derivative as the solver comes to the solution. Spans of 16 tokens are computed again, so that only the matrices
+    between spans are kept.
     Cost: P^3/3 per token for `exact`, P^2 per iteration for the others: on a CPU `exact` is the cheapest up to P = 90.
     References: MesaNet (von Oswald et al., 2025, arXiv 2506.05233); Gated KalmaNet (2025, arXiv 2511.21016).
     [READ-RIDGE-D1]
@@ -187,7 +187,7 @@ class Ridge(Readout):
 
     @property
     def _matrix_block(self) -> Block:
-        """(H, ridge) -> A, and the least and largest of its ridge `[..., 2]`; 1 where there would be none."""
+        """(H, ridge) -> A, and bounds `[..., 2]` of its spectrum; the ridge is 1 where it would be 0."""
 
         def formula(each: Tensor, ridge: Tensor | None) -> tuple[Tensor, Tensor]:
             if ridge is None:
@@ -217,7 +217,7 @@ class Ridge(Readout):
 
         def plain(*inputs: Tensor | None) -> Tensors:
             matrix, q, ends = several(inputs)
-            if self.solver == "exact":  # what LAPACK has factored is differentiated as the solution of a system
+            if self.solver == "exact":  # differentiated as the solution of a system, not through a factorisation
                 return (torch.linalg.solve(matrix, q.unsqueeze(-1)).squeeze(-1),)
             return (self._solve(matrix, q, ends.detach()),)
 
@@ -241,7 +241,7 @@ class Ridge(Readout):
 
 
 def conjugate_gradients(matrix: Tensor, q: Tensor, steps: int) -> Tensor:
-    """A^-1 q by so many steps from q over the diagonal of A."""
+    """A^-1 q by `steps` steps of conjugate gradients from q over the diagonal of A."""
     x = q / torch.diagonal(matrix, dim1=-2, dim2=-1)
     r = q - _times(matrix, x)
     p, size = r, r.square().sum(-1, keepdim=True)
@@ -255,7 +255,7 @@ def conjugate_gradients(matrix: Tensor, q: Tensor, steps: int) -> Tensor:
 
 
 def chebyshev(matrix: Tensor, q: Tensor, low: Tensor, high: Tensor, steps: int) -> Tensor:
-    """A^-1 q by so many steps of Chebyshev's iteration, the spectrum of A in [low, high]."""
+    """A^-1 q by `steps` steps of Chebyshev's iteration, with the spectrum of A in [low, high]."""
     scale, rho = 2 / (low + high), ((high - low) / (high + low)).square() / 4
     x, before, omega = scale * q, torch.zeros_like(q), 2.0 * torch.ones_like(low)
     for _ in range(steps):
@@ -270,7 +270,7 @@ def _times(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def _over(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, 0 where nothing is left to divide by."""
+    """a / b, or 0 where b is not positive."""
     return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
 
 
@@ -312,8 +312,8 @@ def _states(
 def _apart(
     k: Tensor, lr: Tensor, retain: Tensor, gram: Tensor, reset: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Without what is no finite number, which a product of all tokens would take to those before it, and the tokens
-    `[B, H, C]` whose H it reaches, None if none."""
+    """The inputs with zeros for numbers that are not finite, which a product of all tokens would carry to earlier ones;
+    and a mask of the tokens `[B, H, C]` whose H they reach, None if there are none."""
     fine, held_fine = (lr * k.abs().amax(-1).square() + retain).isfinite(), gram.isfinite().all(-1).all(-1)
     if can_inspect(fine, free=True) and fine.all() and held_fine.all():
         return k, lr, retain, gram, None
@@ -335,13 +335,13 @@ class Slots(Readout):
 
     Each slot holds a key and a value, both means of those that were written to it: a token goes to the slots by its
     code s, the gate `write`, and slot i keeps the share r_i of what it had, the gate retain per phi channel. Where no
-    write is given s = 1 - r. There are as many slots as phi(k) has channels, and phi(k) itself is what K holds; the
-    memory V is written with the code in its place. lr scales s in both.
+    write is given s = 1 - r. There are as many slots as phi(k) has channels. K holds phi(k) itself; the memory V is
+    written with the code in its place. lr scales s in both.
 
     Formula: $y_t = V_t\, \mathrm{softmax}(K_t q_t)$
     $K_t = \mathrm{diag}(\alpha_t) K_{t-1} + \eta_t s_t k_t^\top,\quad V_t = V_{t-1} \mathrm{diag}(\alpha_t) + \eta_t
     v_t s_t^\top,\quad s_t = \mathrm{write}_t \ \text{or } 1 - \alpha_t$
-    Shapes: q, k `[B, T, H, P]`, s and r `[B, T, H, P]`; K `[B, H, P, P]`, its slots last, held as `keys`.
+    Shapes: q, k `[B, T, H, P]`, s and r `[B, T, H, P]`; K `[B, H, P, P]`, its slots last, in the state `keys`.
     VJP: that of two linear memories and a softmax.
     Cost: that of two memories, each with a retain per channel.
     References: Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146); ABC (Peng et al., 2021, arXiv 2110.02488).

@@ -1,5 +1,5 @@
-"""Retention: how the past is kept when a step is taken; and the retentions that carry the memory itself: left as it
-is, shrunk in proportion or by a constant, kept on spheres, and within a ball around any other retention."""
+"""Retention, the part of the memory that a step keeps; and the retentions that carry the memory itself: unchanged,
+shrunk in proportion or by a constant, on spheres, or any of the others within a ball."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LinkAt = Literal["token", "chunk", "linear"]
 
 
 class GateForm(NamedTuple):
-    """Form of a layer's retain gate from a token: one logit per head or per phi channel, of a linear head or of one of
-    low `rank` ("head": as wide as a key), and its squashing function, of `bounded` with the least log retain."""
+    """Form of a layer's retain gate: a logit per head or per phi channel, by a linear map of the token or one of low
+    `rank` ("head": the width of a key), and a squashing function; `lowest` is the least log retain of "bounded"."""
 
     channels: bool = False
     rank: int | Literal["head"] | None = None
@@ -33,9 +33,9 @@ class GateForm(NamedTuple):
 class Retention(Variant, family="retention"):
     """The new memory from the old one and a direction D (the step, sign included).
 
-    A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`. What is carried
-    from step to step is the memory itself, unless `weights` says how the memory follows from it: then it is a dual
-    state, as in mirror descent.
+    A variant defines `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`. The state
+    carried from step to step is the memory itself. If the variant defines `weights`, which computes the memory from the
+    state, it is a dual state, as in mirror descent.
 
     Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
     """
@@ -55,7 +55,7 @@ class Retention(Variant, family="retention"):
 
     @property
     def links(self) -> LinkAt:
-        """At which dual states of a chunk `weights` are taken; see `MirrorRetention`."""
+        """The dual state in a chunk at which `weights` are taken; see `MirrorRetention`."""
         return "token"
 
     @property
@@ -65,8 +65,8 @@ class Retention(Variant, family="retention"):
 
     @property
     def additive(self) -> bool:
-        """True if the step is `a X + D` of the carried X, a fixed by the gates, whatever the memory is of X; D as
-        `centred` leaves it."""
+        """True if the step is `a X + D` of the carried X, with a fixed by the gates and D as `centred` returns it,
+        whatever function of X the memory is."""
         return self.linear
 
     @property
@@ -76,7 +76,7 @@ class Retention(Variant, family="retention"):
         return False
 
     def settled(self, *, deep: bool) -> Retention:
-        """Itself, with what it leaves to the structure said: whether that is a deep one."""
+        """This retention, with the fields set that depend on whether the structure is `deep`."""
         return self
 
     @property
@@ -87,7 +87,7 @@ class Retention(Variant, family="retention"):
 
     @property
     def default_retain(self) -> float:
-        """The retain gate used when none is given: the field `retain` where there is one."""
+        """The retain gate used when none is given: the field `retain` if there is one, else 1."""
         return vars(self).get("retain", 1.0)
 
     @property
@@ -96,7 +96,7 @@ class Retention(Variant, family="retention"):
         return False
 
     def default_retains(self, heads: int) -> tuple[float, ...]:
-        """The retain gate of each of so many heads where none is given."""
+        """The retain gate of each head when none is given."""
         return (self.default_retain,) * heads
 
     @property
@@ -110,19 +110,19 @@ class Retention(Variant, family="retention"):
         return False
 
     def start(self, weights: Tensor) -> Tensor:
-        """State carried at first by a memory of these initial weights `[N, ...]`: themselves by default.
+        """The state that a memory with these initial weights `[N, ...]` carries at first: the weights by default.
 
         A retention that keeps memories in a set maps every tensor into it, smoothly, and zero to a constant from which
-        gradients flow. It sees initial weights, never a state that goes on. [RET-START-D1]
+        gradients flow. It is called on initial weights, never on a later state. [RET-START-D1]
         """
         return weights
 
     def weights(self, carried: Tensor) -> Tensor:
-        """The memory M of what is carried: what predicts, is descended and read. [RET-MIRROR-D1]"""
+        """The memory M of a carried state: it predicts, is descended and is read. [RET-MIRROR-D1]"""
         return carried
 
     def weights_vjp(self, carried: Tensor, g: Tensor) -> Tensor:
-        """Cotangent of what is carried from that of the memory."""
+        """Cotangent of the carried state from that of the memory."""
         return torch_vjp(self.weights, (carried,), g)[0]
 
     @property
@@ -131,9 +131,9 @@ class Retention(Variant, family="retention"):
         return False
 
     def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
-        """A direction as an additive step takes it: without what no memory would ever see of it.
+        """The direction of an additive step, without the part that never changes a memory.
 
-        An orthogonal projection of the last axis.
+        An orthogonal projection along the last axis.
         """
         return direction
 
@@ -197,7 +197,7 @@ class NoRetention(Retention):
 
 
 class Decaying(Retention):
-    """Helper for steps retain X + D of what is carried, D as `centred` leaves it."""
+    """Helper for steps retain X + D of the carried state X, with D as `centred` returns it."""
 
     uses_retain: ClassVar[bool] = True
 
@@ -209,7 +209,7 @@ class Decaying(Retention):
 
 
 class Forgetting(Decaying):
-    """Helper for retentions that forget towards zero or towards where the memory started."""
+    """Helper for retentions that forget towards zero or towards the start of the memory."""
 
     towards: Towards | None = None
 
@@ -231,17 +231,17 @@ class Decay(Forgetting):
         retain: where it starts, and the gate of a scan without gates: a number for all heads, one for each, or
             "retnet", 1 - 2^(-5-h) for head h = 0, 1, ...
         channels: a logit per phi channel, s = w.x + b with a w and b each, instead of per head.
-        rank: w = w_2 W_1 with so many rows in W_1, which all heads share; "head": as many as a key
-            is wide; None: w as it is.
+        rank: w = w_2 W_1 with this many rows in W_1, which all heads share; "head": as many as a key is wide; None: w
+            as it is.
         gate: "sigmoid": sigmoid(s), "root": sigmoid(s)^(1/16) as in GLA, both starting at `retain`;
             "softplus": exp(-A softplus(s)) as in KDA, A per head starting in U(1, 16), softplus(b) log-uniform in
-            [1e-3, 1e-1], and `retain` but the default of a scan without gates; "bounded": exp(lowest sigmoid(A s)), A
+            [1e-3, 1e-1], and `retain` only the gate of a scan without gates; "bounded": exp(lowest sigmoid(A s)), A
             per head starting at 1, as in GLM-5 and Ling, at `retain` at first.
-        lowest: of the gate "bounded", the log of the least that is kept.
-        towards: what is left when all is forgotten: "zero", or "start", the weights M0 that the memory started at.
-            None is "start" where the structure is deep, else "zero". All weights at zero are a point where every
-            gradient of a deep memory vanishes: one that forgets to zero, as printed for Titans (Eq 13 and 14), can
-            not be written after some 300 tokens at retain .99. [RET-START-D2]
+        lowest: least log retain of the gate "bounded".
+        towards: the weights left when all is forgotten: "zero", or "start", the weights M0 of the memory's start. None
+            is "start" if the structure is deep, else "zero". All weights at zero are a point where every gradient of a
+            deep memory vanishes: one that forgets to zero, as printed for Titans (Eq 13 and 14), cannot be written
+            after some 300 tokens at retain .99. [RET-START-D2]
 
     Formula: $M_t = \alpha_t M_{t-1} + D_t$
     $M_t = M_0 + \alpha_t (M_{t-1} - M_0) + D_t \quad \text{if towards the start}$
@@ -307,7 +307,7 @@ class L2(Forgetting):
     $M_t = \alpha_t M_{t-1} + D_t \quad \text{if decoupled}$
     Shapes: M, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: coupled: g_M = g_D = retain g, g_retain = <g, M + D>; decoupled: as `decay`.
-    Traits: linear if decoupled; coupled it scales D too, which the parallel form does not know; a weighted sum either
+    Traits: linear if decoupled; coupled it scales D too, which the parallel form does not cover; a weighted sum either
     way.
     Cost: one multiply-add.
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad. [RET-L2-D1]
@@ -425,7 +425,7 @@ class Sphere(Decaying):
         return self._step_vjp(self._step(memory, direction, retain)[1], g)
 
     def block(self) -> Block:
-        """X and its lengths are kept for the derivative."""
+        """`step` as a tape block, which keeps X and its lengths for the derivative."""
         declared = still_declared(self, "block", self._formulas)
         return Block(f"retention.{self.kind}", self._step, self._step_vjp) if declared else super().block()
 
@@ -462,12 +462,12 @@ class Sphere(Decaying):
 @delegating("retention", "uses_retain", "default_retain", "per_head", "default_retains", "gate_form", "dual", "centred")
 @delegating("retention", "needs_weights", "centring")
 class NormCap(Retention):
-    r"""norm_cap: M' = X min(1, norm/|X|_F), X what the inner retention makes of M and D.
+    r"""norm_cap: M' = X min(1, norm/|X|_F), X the inner retention's step from M and D.
 
-    The memory is projected onto a ball after every step: as long as it fits, nothing happens; a memory that outgrows it
-    is scaled down as a whole. Each weight of a deep memory has its own ball. Bounds what an undecayed or unstable
-    memory can become. Around a retention that carries a dual state A, X is the memory of A and A goes on as it is: the
-    projection is lazy, as in dual averaging, and bounds what predicts and is read while A keeps what it was told.
+    The memory is projected onto a ball after every step: inside it nothing happens; a memory that outgrows it is scaled
+    down as a whole. Each weight of a deep memory has its own ball. It bounds memories without decay, and unstable ones.
+    Around a retention that carries a dual state A, X is the memory of A and A goes on as it is: the projection is lazy,
+    as in dual averaging, and bounds the memory that predicts and is read, while A keeps every step.
 
     Formula: $M_t = X \min\left(1, \frac{\mathrm{norm}}{\Vert X \Vert_F}\right),\quad X = \mathrm{retention}(M_{t-1},
     D_t)$

@@ -1,8 +1,8 @@
 """Mirror descent: a dual state A evolves linearly, A' = retain A + D, and the memory is a function of it, its link.
 
-A link maps every dual state to a feasible memory M = link(A); it is the gradient of a convex function. A is what is
-carried, so a link is never inverted on the way, and however close M comes to the border of its set, nothing is
-forgotten there.
+A link maps every dual state to a feasible memory M = link(A); it is the gradient of a convex function. The state
+carried is A, so a link is never inverted on the way, and however close M comes to the border of its set, nothing is
+forgotten.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _WITHOUT_EPS = {"eps": "the dual state that is carried needs no floor"}
 class Link(Variant, family="link"):
     """A function from dual states to feasible memories.
 
-    A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read as a dual state
-    unless `start` says which dual state they are the memory of.
+    A variant defines `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are taken as the dual
+    state, unless `start` maps them to the one of which they are the memory.
 
     Shapes: dual and memory `[N, ...]`, one weight of N memories.
     """
 
     _formulas = ("memory", "memory_vjp")
     linear: ClassVar[bool] = False  # whether `memory` is the identity
-    row_invariant: ClassVar[bool] = False  # whether a constant along the last axis of A leaves the memory alone
+    row_invariant: ClassVar[bool] = False  # whether a constant added along the last axis of A changes nothing
 
     def memory(self, dual: Tensor) -> Tensor:
         """The memory of a dual state."""
@@ -42,7 +42,7 @@ class Link(Variant, family="link"):
         return torch_vjp(self.memory, (dual,), g)[0]
 
     def start(self, weights: Tensor) -> Tensor:
-        """The dual state at which a memory starts whose initial weights are these."""
+        """The dual state with which a memory of these initial weights starts."""
         return weights
 
 
@@ -68,8 +68,8 @@ class IdentityLink(Link):
 class SoftmaxLink(Link):
     r"""softmax: M = scale softmax(A) along the last axis.
 
-    Rows are distributions times `scale`: the gradient of the log-sum-exp, dual to the entropy. A constant per row of A
-    is invisible.
+    Rows are distributions times `scale`: the gradient of the log-sum-exp, dual to the entropy. A constant added to a
+    row of A changes nothing.
 
     Formula: $M = \mathrm{scale}\; \mathrm{softmax}(A)$
     VJP: scale s (g - s.g) with s = softmax(A).
@@ -92,7 +92,7 @@ class SignedSoftmaxLink(Link):
     r"""signed_softmax: M = scale sinh(A) / sum cosh(A) along the last axis.
 
     A positive and a negative bank that share one simplex: M = P - Q, where P and Q are proportional to exp(A) and
-    exp(-A) and sum to `scale` together. What one bank is told the other is told with the opposite sign.
+    exp(-A) and sum to `scale` together. A step adds to one bank's logits what it takes from the other's.
 
     Formula: $M = \mathrm{scale}\, \frac{\sinh A}{\sum_j \cosh A_{\cdot j}}$
     VJP: scale (c g - s (s.g)) with c = cosh(A)/sum cosh(A), s = M/scale.
@@ -112,7 +112,7 @@ class SignedSoftmaxLink(Link):
         return self.scale * self._banks(dual) * g - memory * (memory * g).sum(-1, keepdim=True) / self.scale
 
     def _banks(self, dual: Tensor) -> Tensor:
-        """cosh(A) / sum cosh(A), free of what is largest, which cancels."""
+        """cosh(A) / sum cosh(A), with exp(max |A|) taken out of both, as it cancels."""
         largest = dual.detach().abs().amax(-1, keepdim=True)
         both = (dual - largest).exp() + (-dual - largest).exp()
         return both / both.sum(-1, keepdim=True)
@@ -150,8 +150,8 @@ class LqLink(Link):
 
     `form="exact"` is the gradient of 1/2 |A|_p^2, dual to 1/2 |M|_q^2; its inverse, by which initial weights become a
     dual state, is the same with p and q exchanged. `form="paper"` is what MIRAS prints for Moneta, which leaves the
-    power of the coordinates out and takes q for p. Norms are over all of a weight. Numbers below eps, and lengths, have
-    the power's chord instead of the power: a finite slope at 0.
+    power of the coordinates out and takes q for p. Norms are over all of a weight. For numbers and lengths below eps,
+    the power's chord takes the place of the power, for a finite slope at 0.
 
     Formula: $M = \frac{\mathrm{sign}(A) \odot |A|^{p-1}}{\Vert A \Vert_p^{p-2}},\quad p = \frac{q}{q - 1}$
     $M = \frac{A}{\Vert A \Vert_q^{q-2}} \quad \text{if form is paper}$
@@ -193,13 +193,14 @@ class LqLink(Link):
 
     @property
     def _power(self) -> tuple[float, float]:
-        """|A|^(p-1) = A |A|^m."""
+        """Exponent m of sign(A) |A|^(p-1) = A |A|^m, and its floor."""
         return 1 / (self.q - 1) - 1, self.eps
 
     @property
     def _radial(self) -> tuple[float, float, float, bool]:
-        """Its length |.|_q, raised to q - 1, is that of M. It inverts `_power` on coordinates, and `_power` inverts it
-        on lengths. The sum of powers is that of |A|^p: from q = 2 on no more in danger than a sum of squares."""
+        """Arguments of `radial`, whose length |.|_q, raised to q - 1, is that of M. It inverts `_power` on coordinates,
+        and `_power` inverts it on lengths. The sum of powers is that of |A|^p, which from q = 2 on overflows no sooner
+        than a sum of squares."""
         conjugate = self.q / (self.q - 1)
         return self.q - 2, self.eps ** (1 / (self.q - 1)), self.q, conjugate > 2 or self.eps**conjugate < 1e-30
 
@@ -208,20 +209,20 @@ class LqLink(Link):
 class MirrorRetention(Decaying):
     """A' = retain A + D, M = link(A): mirror descent with decay. [RET-MIRROR-D1]
 
-    What is carried is the dual state A, and M is computed from it wherever the memory predicts or is read: the step is
-    linear, and what A was told it keeps however close M is to the border of its set. A variant names its link.
+    The state carried is the dual state A, and M is computed from it wherever the memory predicts or is read: the step
+    is linear, and A keeps every step however close M is to the border of its set. A variant names its link.
 
-    With the gradients of a chunk at one state (`chunk` > 1), `link_at` says where the link is taken. With A_0 what the
-    chunk began with and a_t the product of retain since, token t is answered by the weights
+    With the gradients of a chunk at one state (`chunk` > 1), `link_at` says where the link is taken. With A_0 the dual
+    state at the chunk's start and a_t the product of retain since, token t is answered by the weights
 
         token:  link(A_t), every token's own dual state;
         chunk:  link(A_0), those at which the chunk's gradients are taken;
-        linear: W_t = retain_t W_t-1 + D_t from W_0 = link(A_0), which is A_t + a_t (link(A_0) - A_0): within
-            the chunk the memory moves in the primal, and at its end the same steps are found in A, as
-            Moneta is trained. [RET-MIRROR-D3]
+        linear: W_t = retain_t W_t-1 + D_t from W_0 = link(A_0), which is A_t + a_t (link(A_0) - A_0): within the chunk
+            the memory moves in the primal, and at its end A has taken the same steps, as Moneta is trained.
+            [RET-MIRROR-D3]
 
-    Where the link does not see a constant along a row, D is taken without its own under a gate
-    that rows share: M is the same, and no constant grows in A over a million tokens.
+    If a constant along a row of A does not change M, and rows share a gate, D is centred along rows: M is the same, and
+    no constant grows in A over a million tokens.
     """
 
     retain: float = Field(0.99, ge=0, le=1)
@@ -258,13 +259,13 @@ class MirrorRetention(Decaying):
         return self.through.row_invariant
 
     def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
-        # Channels that decay apart would tell the constant of a row.
+        # With a gate per channel, the constant of a row would show in M.
         if retain.dim() > 1 or not self.through.row_invariant:
             return direction
         return direction - direction.mean(-1, keepdim=True)
 
     def model_post_init(self, context: object) -> None:
-        """Keeps the link."""
+        """Builds the link."""
         object.__setattr__(self, "_link", self.build_link())
 
 
@@ -272,13 +273,13 @@ class Bregman(MirrorRetention):
     r"""bregman: M = link(A), A' = retain A + D, link identity, softmax, signed_softmax, sigmoid or lq.
 
     The general form behind `kl`, `bounded` and `lq`: a Bregman divergence pulls the memory towards its past, and the
-    link is the inverse of its potential's gradient. A subclass of `Link` is a link too: `memory`, and if wanted its VJP
-    and where it starts.
+    link is the inverse of its potential's gradient. A subclass of `Link` adds another: it defines `memory` and, if
+    wanted, `memory_vjp` and `start`.
 
     Formula: $A_t = \alpha_t A_{t-1} + D_t,\quad M_t = \mathrm{link}(A_t)$
     Shapes: A, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: of the step as `decay`, of M the link's.
-    Traits: carries A, whose steps are linear; M = A for the identity, which is `decay`; starts where the link says.
+    Traits: carries A, whose steps are linear; M = A for the identity, which is `decay`; starts at the link's `start`.
     Cost: a multiply-add, and the link where the memory is used.
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173). [RET-BREGMAN-D1]
     """
@@ -332,7 +333,7 @@ class Lq(MirrorRetention):
     Shapes: A, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: of the step as `decay`, of M the link's; the chord below eps has a kink at eps, which counts as beyond.
     Traits: carries A, whose steps are linear; M = A for q = 2, which is `decay`; starts where M is the initial weights,
-    `paper` n^(-1/q) beside them.
+    for `paper` n^(-1/q) above them.
     Cost: a multiply-add, and two powers per weight where the memory is used.
     Warning: the norm is over a whole weight tensor: the exact memory is up to n^(1/p - 1/q) times as long as A, for q =
     4 the square root of the number of weights.
@@ -398,7 +399,7 @@ def radial(x: Tensor, m: float, floor: float, q: float, scaled: bool = True) -> 
 def radial_vjp(x: Tensor, m: float, floor: float, q: float, scaled: bool, g: Tensor) -> Tensor:
     """Cotangent of x."""
     length, beyond = _length(x, floor, q, scaled)
-    # The sum waits for no length, and below q = 2 the power of a zero would have a pole.
+    # Summed before the division, so that it need not wait for the length; below q = 2 a power of 0 would have a pole.
     along = (g * x).sum(inner_axes(x), keepdim=True) / length
     unit = x / length
     odd = unit * unit.abs().pow(q - 2) if q >= 2 else unit.sign() * unit.abs().pow(q - 1)
@@ -406,8 +407,8 @@ def radial_vjp(x: Tensor, m: float, floor: float, q: float, scaled: bool, g: Ten
 
 
 def _length(x: Tensor, floor: float, q: float, scaled: bool) -> tuple[Tensor, Tensor]:
-    """max(|x|_q, floor) and whether the norm is the larger."""
-    # With the largest entry taken out, powers neither overflow nor vanish. It cancels, so it is a constant to the
+    """max(|x|_q, floor), and a mask that is True where the norm is the larger."""
+    # With the largest entry factored out, powers neither overflow nor vanish. It cancels, so it is a constant to the
     # derivative.
     largest = x.detach().abs().amax(inner_axes(x), keepdim=True).clamp(min=floor) if scaled else 1.0
     total = (x / largest if scaled else x).abs().pow(q).sum(inner_axes(x), keepdim=True)

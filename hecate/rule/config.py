@@ -158,7 +158,7 @@ class MemoryConfig(Config):
     text: ClassVar[str | None]
 
     def model_post_init(self, context: object) -> None:
-        """Keeps the four knobs as a rule, the config of the sum normaliser, and room for what is found of calls."""
+        """Stores the four knobs as a rule, the config of the sum normaliser, and empty caches for plans and such."""
         for name in ("launches", "plans", "programs", "refusals"):
             object.__setattr__(self, name, {})
         deep = getattr(self.structure, "factored", False) and not self.structure.linear
@@ -213,11 +213,11 @@ class MemoryConfig(Config):
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # So that what is written of a config that does not set it stays what it was.
+        # So that a config that does not set it is still written as before.
         return {name: value for name, value in write(self).items() if name not in LAYER_FIELDS or value is not None}
 
     def brief(self) -> dict[str, Any]:
-        """As of any config, or a rule that it was read from and what differs from that, where this is shorter."""
+        """The short form of any config; or a rule's name with the fields that differ from it, if that is shorter."""
         fields, shortest = {name: vars(self).get(name) for name in type(self).model_fields}, super().brief()
         for rule, (config, *_) in RULES.items():
             if config.model_fields_set <= self.model_fields_set:
@@ -229,7 +229,7 @@ class MemoryConfig(Config):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The fields, beside the rule that others of them are of, or a rule alone."""
+        """Fields, which may include a rule whose other fields they take, or the name of a rule alone."""
         schema = super().__get_pydantic_json_schema__(core, handler)
         whole = handler.resolve_ref_schema(schema)
         rule = {"type": "string", "enum": list(RULES), "description": "A rule of the literature, by its name."}
@@ -240,12 +240,12 @@ class MemoryConfig(Config):
 
     @property
     def single(self) -> MemoryConfig:
-        """The config of the same memory where every write is a token of its own."""
+        """The config of the same memory for a scan in which every write is a token."""
         return self._single if self.writes > 1 else self  # type: ignore[attr-defined]
 
     @property
     def direct(self) -> MemoryConfig:
-        """The config of the memory that answers what a readout has made of features."""
+        """The config of the memory behind a readout, whose queries and keys are features that the readout has made."""
         return self if self.readout.plain else self._direct  # type: ignore[attr-defined]
 
     @property
@@ -259,27 +259,27 @@ class MemoryConfig(Config):
         return self.feature_map.norm_bound if self.key_norm == "none" else 1.0
 
     def diverging(self, square: float, lr: float | None = None) -> float | None:
-        """lr |phi|^2 curvature at |phi|^2 = `square`, where it lies beyond `stable_step` or below 0 and repeated writes
-        may diverge; None where they cannot. [RULE-STABLE-D1]
+        """lr |phi|^2 curvature at |phi|^2 = `square`, if it exceeds `stable_step` or is negative, so that repeated
+        writes may diverge; None if they cannot. [RULE-STABLE-D1]
 
-        A write takes 1 minus it from what the key finds: with gates erase and write, `square` is <erase phi, write
-        phi>. `lr` is a number for every token, or the open end of a gate below it (by default `algorithm.lr`, the
-        ceiling of a layer's gate): the limit itself is allowed. A bias without a bound of its curvature counts as l2.
-        What a memory that is not linear does is not known."""
+        A write multiplies the error at its key by 1 minus this number; with gates erase and write, `square` is <erase
+        phi, write phi>. `lr` is that of every token, or the ceiling of a gate (by default `algorithm.lr`, that of a
+        layer's gate); the limit itself is allowed. A bias whose curvature has no bound counts as l2. A memory that is
+        not linear is not judged."""
         curvature = self.bias.curvature
         largest = square * (self.algorithm.lr if lr is None else lr)
         largest *= 1.0 if curvature is None else curvature
         linear = self.structure.linear and self.retention.linear
-        # 1e-9: rounding may not decide at the limit.
+        # 1e-9, so that rounding does not decide at the limit.
         beyond = linear and (largest < 0 or largest > self.algorithm.stable_step * (1 + 1e-9))
         return largest if beyond else None
 
     def check_step(self, lr: float, erases: float | None = None) -> None:
         """Refuses an inner learning rate at which repeated writes of one key provably diverge.
 
-        That is asked of the eigenvalue 1 - lr <erase phi, write phi> of a write; `erases` is erase times write, by
-        default the most that the gating makes. The norm of one write is not: where the two keys differ it may pass 1,
-        up to sqrt(4/3) for lr |phi|^2 = write = 1 and erase in [0, 1], sqrt(2) in [0, 2]."""
+        The test is on the eigenvalue 1 - lr <erase phi, write phi> of a write; `erases` is erase times write, by
+        default the most that the gating makes. The norm of one write is not tested: if the two keys differ it may pass
+        1, up to sqrt(4/3) for lr |phi|^2 = write = 1 and erase in [0, 1], sqrt(2) in [0, 2]."""
         curvature, bound = self.bias.curvature, self.key_bound
         if self.step != "raw" or curvature is None or bound is None:
             return
@@ -364,10 +364,13 @@ class MemoryConfig(Config):
         if self.retention.additive and not isinstance(formula, str) and not formula.adds:
             sums = "the carried state times its retain gate, or 1 without, plus the direction"
             yield ("retention",), f"{self.retention.kind!r} is declared linear, and its `step` is not {sums}"
+        if not (retention.uses_retain or isinstance(formula, str)) and "in r" in formula.single.operations:
+            unsaid = "reads the retain gate, which it is not declared to take; set uses_retain = True"
+            yield ("retention",), f"the `step` of {retention.kind!r} {unsaid}"
         self.check_step(self.algorithm.lr)
 
     def _no_bound(self) -> Conflicts:
-        """Reason why a step cannot be normalised, or a start not be gone back to."""
+        """Reason why a step cannot be normalised, or the memory cannot forget towards its start."""
         structure, deep = self.structure, not (self.forms.linear or self.forms.transposed)
         if self.step == "normalized" and deep and structure.factored:
             if (reason := unbounded(structure.graph())) is not None:
@@ -405,7 +408,7 @@ class MemoryConfig(Config):
                 yield f"it makes gates.{name}, but {reason}"
 
     def gate_refusals(self) -> Iterator[tuple[str, str]]:
-        """The gates beside lr, retain and momentum that mean nothing to it, and why."""
+        """The gates, besides lr, retain and momentum, that have no meaning for this config, each with the reason."""
         structure = self.structure.named
         for name in ("erase", "write"):
             if not self.forms.linear:
@@ -503,7 +506,7 @@ class MemoryConfig(Config):
 
 
 def _is_readable(rule: MemoryRule) -> bool:
-    """True of a rule that its text is read as: fields of a user's own kinds may be left out there, or rounded."""
+    """True if a rule's text is read back as the same rule: fields of a user's own kinds may be left out or rounded."""
     if all(type(knob).__module__.startswith("hecate.") for knob in knobs_of(rule)):
         return True
     try:
@@ -532,9 +535,8 @@ def _of_earlier(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Difference(NamedTuple):
-    """A default layer of a rule that is on purpose not the layer that was published.
-
-    `what` the layer does, which moves the output of a fresh one by `by`, relative to that without it."""
+    """A deliberate difference between a rule's default layer and the published one: `what` it does, and `by` how much,
+    relatively, it moves the output of a fresh layer."""
 
     name: str
     what: str
@@ -558,8 +560,8 @@ class NamedRule(NamedTuple):
 
 
 class Rules(UserDict[str, NamedRule]):
-    """Rules by name. One that is set as a function of nothing is made when it is first asked for: checking all of them,
-    and tracing their formulas, would take half of the time of an import."""
+    """Rules by name. A rule may be stored as a function without arguments, which is called when the rule is first
+    needed: to make all of them, with checks and traced formulas, would take half of the time of an import."""
 
     data: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Rules of the literature as values of the knobs; what is left out is as in `MemoryConfig()`."""
+"""Rules of the literature as values of the knobs; fields that are left out are those of `MemoryConfig()`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, Difference, MemoryConfig, NamedRule
 from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
 
-_UNGATED = Heads(lr=False)  # every token is written with lr 1
+_UNGATED = Heads(lr=False)  # no lr gate: lr is 1 at every token
 _CONSTANT = Heads(lr=False, retain=False)
 _HAS = {
     "bounded": "lr over a bound of the curvature that a write meets",
@@ -80,18 +80,18 @@ _KDA = Decay(channels=True, rank="head", gate="softplus")
 
 
 def _sum(**fields: Any) -> MemoryConfig:
-    """A sum of writes, in a layer that leaves q, k and v as its maps make them."""
+    """A sum of writes, in a layer that does nothing to q, k and v after the projections."""
     return MemoryConfig(**{"bias": Dot(), "layer_qk_norm": "none", "layer_activation": "none", **fields})
 
 
 def _gated(**fields: Any) -> MemoryConfig:
-    """A gated delta rule: keys of unit length are unlearned from what is kept."""
+    """A gated delta rule: the value at a unit key is erased from the decayed memory."""
     shared = {"retention": Decay(gate="softplus"), "decay_order": "before_gradient", "key_norm": "l2"}
     return MemoryConfig(**{**shared, **fields})
 
 
 def _ttt(layers: int) -> MemoryConfig:
-    """A network p + LN(f(p)) that takes gradients at the start of blocks of 16."""
+    """A network p + LN(f(p)) whose gradients are taken at the start of chunks of 16 tokens."""
     structure = MLP(layers=layers, residual=True, norm="layer", bias=True)
     return MemoryConfig(
         structure=structure, algorithm=GD(lr=0.1), chunk=16, layer_activation="none", layer_v_norm="rms"
@@ -105,7 +105,7 @@ def _miras(**fields: Any) -> MemoryConfig:
 
 
 def _window(**fields: Any) -> MemoryConfig:
-    """One linear layer on squares of keys, written by the last four tokens."""
+    """A linear layer on quadratic features of keys, whose step descends the loss of the last four tokens."""
     phi, algorithm = Polynomial(degree=2), Omega(window=4, decay=0.9, **fields)
     return MemoryConfig(retention=Decay(), algorithm=algorithm, feature_map=phi, key_norm="l2")
 

@@ -1,4 +1,4 @@
-"""A memory rule: the four knobs, the one formula that joins them, and their traits that engines ask for."""
+"""A memory rule: the four knobs, the formula that combines them, and the traits of theirs that engines need."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MemoryRule(Config):
     algorithm: AlgorithmKind = GD()
 
     def weights(self, memory: Memory, *, run: Run = execute, label: str = "") -> Memory:
-        """The weights of what a memory carries."""
+        """The weights that a memory predicts with, from what it carries."""
         if not self.retention.dual:
             return memory
         block = self.retention.weights_block()
@@ -381,7 +381,7 @@ def acts_of(structure: Structure) -> set[Activation]:
 def knobs_of(rule: MemoryRule) -> list[Any]:
     """The knobs, and the variants among their fields, such as an activation; torch.compile can trace it."""
     values = [*vars(rule).values()]
-    for value in values:  # those of knobs join on the way
+    for value in values:  # nested variants are appended as they are found
         if hasattr(value, "_registry"):
             values.extend(vars(value).values())
     return [value for value in values if hasattr(value, "_registry")]

@@ -1,9 +1,9 @@
-"""Models of memories served: states of shared beginnings, many requests in one batch, a memory for each user.
+"""Serving models of memories: many requests in one batch, states of shared prefixes, a memory for each user.
 
     scheduler = Scheduler(model, prefixes=PrefixCache())
     request = scheduler.submit(Request(tokens))
 
-`hecate serve FOLDER` answers OpenAI's clients with it; its server, `application`, needs the extra `serve`.
+`hecate serve FOLDER` serves OpenAI's clients with it; the server, `application`, needs the extra `serve`.
 """
 
 from __future__ import annotations

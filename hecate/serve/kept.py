@@ -1,5 +1,5 @@
-"""States that a server keeps between requests: those of the beginnings that prompts share, in a tree and on disk, the
-least recently used let go first; and each user's memory, one file, replaced whole whenever an answer is complete."""
+"""States that a server keeps between requests: those of prefixes that prompts share, in a tree and on disk, the least
+recently used evicted first; and each user's memory, a file that is replaced when an answer is complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ParkedDtype = Literal["float16"]
 
 
 def parking(dtype: ParkedDtype | None) -> Callable[[Any], Any]:
-    """A copy of a state as it is kept: `states.park`, or `states.clone` where no dtype is given."""
+    """The function that copies a state for storage: `states.park`, or without a dtype `states.clone`."""
     if dtype is None:
         return states.clone
     expect_choice(dtype, "parked_dtype", ("float16",))
@@ -37,10 +37,10 @@ def parking(dtype: ParkedDtype | None) -> Callable[[Any], Any]:
 
 
 def check_parked(model: nn.Module, dtype: ParkedDtype) -> None:
-    """Refuses a model with a memory in which the rounding of a state does not fade. [SERVE-PARK-D1]
+    """Refuses a model with a memory in which the rounding error of a state does not fade. [SERVE-PARK-D1]
 
     Raises:
-        ConfigError: names the memory and the setting.
+        ConfigError: such a memory; names it and its setting.
     """
     for name, module in model.named_modules():
         rule = getattr(module, "rule", None)
@@ -49,7 +49,7 @@ def check_parked(model: nn.Module, dtype: ParkedDtype) -> None:
 
 
 def _unbearable(rule: MemoryConfig) -> str | None:
-    """Reason why what is rounded once moves all later answers."""
+    """Reason why a rounding error in a state would affect all later answers of a rule; None if it fades."""
     if isinstance(rule.algorithm, RLS):
         return "algorithm 'rls' keeps an inverse of all keys, in which errors add up"
     if isinstance(rule.readout, Ridge) and not rule.retention.uses_retain:
@@ -63,12 +63,12 @@ def _unbearable(rule: MemoryConfig) -> str | None:
     return None
 
 
-OWN = 0o700  # mode of a folder that is made: what users have said is nobody else's
+OWN = 0o700  # mode of new folders: they contain users' data
 _FILE, _LOCK = re.compile(r"[0-9a-f]{64}\.safetensors"), ".lock"
 
 
 class _Node:
-    """A run of tokens below another node; a state, if one is kept, is that after the last of them."""
+    """A node of the tree: a run of tokens after those of its parent, and possibly the state after the last of them."""
 
     __slots__ = ("below", "bytes", "edge", "state", "up")
 
@@ -88,20 +88,20 @@ class _Node:
 
 
 class PrefixCache:
-    """The states after prompts' beginnings, by their tokens, in a radix tree. [SERVE-TREE-D1]
+    """A radix tree of the states after prefixes of prompts, by their tokens. [SERVE-TREE-D1]
 
         count, state = prefixes.longest(tokens)    # the state after tokens[:count]; None after none
         prefixes.keep(tokens, state)               # after exactly these tokens
 
-    A look-up costs the length of the prompt. States are copied in and out: what a caller does to them changes none.
+    A look-up takes time proportional to the prompt. States are copied in and out, so that callers cannot change them.
 
     Args:
-        max_bytes: of all states; beyond them the least recently used go.
-        block: tokens between the places at which a reader of prompts keeps one.
-        model: the `hecate.states.fingerprint` of the model whose they are, for files.
+        max_bytes: limit for all states; beyond it the least recently used are dropped.
+        block: number of tokens between the places of a prompt at which its reader keeps a state.
+        model: the `hecate.states.fingerprint` of the states' model, for files.
         parked_dtype: "float16" keeps states in half the bytes, in memory and in files. [SERVE-PARK-D1]
-        exact: of a `Scheduler(exact=True)`, whose states have other bits; files of the other kind are of another model.
-            [SERVE-EXACT-D1]
+        exact: for a `Scheduler(exact=True)`, whose states differ in their bits; files of one kind are refused by the
+            other, as those of another model. [SERVE-EXACT-D1]
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class PrefixCache:
         self.parked_dtype, self.exact, self.model = parked_dtype, exact, f"{model} exact" if exact else model
         self.hits = self.misses = self.tokens_saved = self.evicted = 0
         self._root = _Node((), None)
-        self._held: OrderedDict[int, _Node] = OrderedDict()  # by age; the newest is last
+        self._held: OrderedDict[int, _Node] = OrderedDict()  # nodes with a state, least recently used first
 
     def __len__(self) -> int:
         return len(self._held)
 
     def _path(self, tokens: Sequence[int]) -> Iterator[tuple[_Node, int]]:
-        """The nodes that tokens lead through whole, and how many tokens each ends after."""
+        """The nodes along tokens whose runs match completely, each with the number of tokens up to its end."""
         node, at = self._root, 0
         while True:
             yield node, at
@@ -131,7 +131,8 @@ class PrefixCache:
             node, at = below, at + len(below.edge)
 
     def longest(self, tokens: Sequence[int]) -> tuple[int, Any]:
-        """The longest beginning that is known: its number of tokens, and the state after them; (0, None) if none is."""
+        """The longest prefix with a state: its number of tokens, and the state after them; (0, None) if there is
+        none."""
         known = [pair for pair in self._path(tokens) if pair[0].state is not None]
         if not known:
             self.misses += 1
@@ -142,8 +143,8 @@ class PrefixCache:
         return count, states.unpark(node.state)
 
     def keep(self, tokens: Sequence[int], state: Any) -> None:
-        """Keeps the state `[1, ...]` after these tokens; one that alone is above `max_bytes` is not kept."""
-        state = self.park(state)  # a copy: rows of a batch are views, each of which keeps the whole batch
+        """Keeps a copy of the state `[1, ...]` after these tokens, unless it exceeds `max_bytes` alone."""
+        state = self.park(state)  # a copy: a row is a view, which would keep its whole batch in memory
         size = states.bytes_of(state)
         if not tokens or size > self.max_bytes:
             return
@@ -157,7 +158,7 @@ class PrefixCache:
             self._drop(next(iter(self._held.values())))
 
     def _place(self, tokens: Sequence[int]) -> _Node:
-        """The node that ends after exactly these tokens, made if it is not there."""
+        """The node that ends after exactly these tokens; it is made if needed."""
         *_, (node, at) = self._path(tokens)
         if at == len(tokens):
             return node
@@ -180,18 +181,18 @@ class PrefixCache:
             node = node.up
 
     def save(self, folder: Path | str) -> None:
-        """Writes every state to a file of its own, named by the model and the tokens; files of other states that an
-        earlier call wrote there are deleted. [SERVE-TREE-D2]
+        """Writes every state to a file, named by a hash of the model and the tokens, and deletes files of other states
+        from earlier calls. [SERVE-TREE-D2]
 
         Raises:
-            CheckpointError: the folder cannot be written.
-            ConfigError: it has users' memories.
+            CheckpointError: a folder that cannot be written.
+            ConfigError: a folder of users' memories.
         """
         folder, names = Path(folder), set()
         _expect_no_users(folder)
         with refusing(f"write {folder}", "choose another folder"):
             make_folder(folder, OWN)
-            for node in self._held.values():  # in this order, by which `open` knows their age
+            for node in self._held.values():  # oldest first: `open` sorts by the times of the files
                 tokens = torch.tensor(node.tokens())
                 names.add(name := _file_name(self.model, tokens.tolist()))
                 states.save({"tokens": tokens, "state": node.state}, folder / name, self.model)
@@ -204,11 +205,10 @@ class PrefixCache:
         cls, folder: Path | str, max_bytes: int = 256 << 20, block: int = 256, *, model: str = "",
         parked_dtype: ParkedDtype | None = None, exact: bool = False,
     ) -> PrefixCache:  # fmt: skip
-        """The tree that `save` wrote, parked or not, as far as `max_bytes` go; a folder that is not there is an empty
-        one.
+        """The tree that `save` wrote, parked or not, up to `max_bytes`; empty if the folder does not exist.
 
         Raises:
-            CheckpointError: a file of another model, or one that is damaged or renamed. [SERVE-TREE-D2]
+            CheckpointError: a file that is of another model, damaged or renamed. [SERVE-TREE-D2]
             ConfigError: a folder of users' memories.
         """
         cache, files = cls(max_bytes, block, model=model, parked_dtype=parked_dtype, exact=exact), []
@@ -217,7 +217,7 @@ class PrefixCache:
             files = [path for path in Path(folder).iterdir() if _FILE.fullmatch(path.name)]
         for path in sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name)):
             if path.stat().st_size > 4 * max_bytes + (1 << 20):
-                continue  # larger than any state that would be kept
+                continue  # larger than any state that `keep` accepts
             entry = states.load(path, model=cache.model)
             tokens = entry.get("tokens") if isinstance(entry, dict) else None
             if not isinstance(tokens, torch.Tensor) or _file_name(cache.model, tokens.tolist()) != path.name:
@@ -227,7 +227,7 @@ class PrefixCache:
 
 
 def _expect_no_users(folder: Path) -> None:
-    """Refuses the folder of `Memories`, whose files a tree that is saved there would delete."""
+    """Refuses the folder of a `Memories`, as saving a tree there would delete users' files."""
     if (folder / _LOCK).exists():
         raise ConfigError(
             f"{folder} has users' memories; shared beginnings (prefixes) need another folder than memories"
@@ -239,24 +239,23 @@ def _file_name(model: str, tokens: list[int]) -> str:
 
 
 MAX_BYTES = 4 << 30
-"""Bytes of all files of a folder, above which no new user is remembered."""
+"""Default limit for all files of a folder, above which new users are refused."""
 
 
 class Memories:
     """A folder with a state for each user. [SERVE-USER-D1]
 
-    Files are named by a hash of the user, never by the user's text, and are of one model: those of another are refused.
-    Whoever is killed while writing leaves the old file or the new one.
+    Files are named by a hash of the user's name, never by the name itself, and belong to one model: files of another
+    are refused. Writing is atomic: a killed process leaves the old file or the new one.
 
     Args:
-        folder: made if it is not there.
+        folder: folder of the files, made if needed.
         model: the `hecate.states.fingerprint` of the model.
-        max_bytes: of all files; who is remembered already goes on beyond it.
-        parked_dtype: "float16" writes files of half the bytes; those of the other kind are read all the same.
-            [SERVE-PARK-D1]
+        max_bytes: limit for all files; beyond it only users with a file are still served.
+        parked_dtype: "float16" writes files of half the bytes; files of either kind can be read. [SERVE-PARK-D1]
 
     Raises:
-        CheckpointError: the folder cannot be made.
+        CheckpointError: a folder that cannot be made, or is in use by another process.
     """
 
     def __init__(
@@ -268,14 +267,14 @@ class Memories:
         self.park, self.parked_dtype = parking(parked_dtype), parked_dtype
         with refusing(f"use {folder}", "choose another folder, or stop the server that has it"):
             make_folder(self.folder.absolute(), OWN)
-            self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)  # as long as this process lives
+            self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)  # held until the process ends
             lock(self._lock, self.folder)
-            for path in self.folder.glob(f"{TEMPORARY}*.safetensors-*"):  # of a writer that was killed
+            for path in self.folder.glob(f"{TEMPORARY}*.safetensors-*"):  # left by a killed writer
                 path.unlink(missing_ok=True)
             self._sizes = {path.name: path.stat().st_size for path in self.folder.glob("*.safetensors")}
 
     def path(self, user: str) -> Path:
-        """The file of a user."""
+        """Path of a user's file."""
         return self.folder / f"{sha256(user.encode('utf-8', 'surrogatepass')).hexdigest()}.safetensors"
 
     @property
@@ -287,14 +286,14 @@ class Memories:
         return len(self._sizes)
 
     def close(self) -> None:
-        """Leaves the folder to another process."""
+        """Releases the lock on the folder."""
         os.close(self._lock)
 
     def check_room(self, user: str, size: int) -> None:
-        """Refuses a user who is not remembered yet where a file of so many bytes is too much.
+        """Refuses a new user if a file of `size` bytes would exceed the limit.
 
         Raises:
-            ConfigError: says how much there is.
+            ConfigError: not enough room; names the sizes.
         """
         if self.path(user).name not in self._sizes and self.bytes + size > self.max_bytes:
             raise ConfigError(
@@ -303,7 +302,7 @@ class Memories:
             )
 
     def load(self, user: str) -> Any:
-        """The state that was saved last; None of a user who is not remembered.
+        """The user's state that was saved last; None for a new user.
 
         Raises:
             CheckpointError: a file that is damaged or of another model.
@@ -312,20 +311,20 @@ class Memories:
         return states.unpark(states.load(path, model=self.model)) if path.exists() else None
 
     def save(self, user: str, state: Any) -> None:
-        """Replaces the user's file.
+        """Saves the user's state, replacing the file atomically.
 
         Raises:
-            CheckpointError: it cannot be written; the old one is still there.
+            CheckpointError: a file that cannot be written; the old one stays.
         """
         path = self.path(user)
         states.save(self.park(state), path, self.model)
         self._sizes[path.name] = path.stat().st_size
 
     def delete(self, user: str) -> bool:
-        """Forgets a user; False where nothing was remembered.
+        """Deletes a user's file; returns False if there was none.
 
         Raises:
-            CheckpointError: the file cannot be deleted.
+            CheckpointError: a file that cannot be deleted.
         """
         path = self.path(user)
         with refusing(f"delete {path}"):

@@ -1,4 +1,4 @@
-"""Requests and answers of OpenAI's clients, as JSON: read with every bound held, refused by a sentence."""
+"""Requests and answers of OpenAI's clients, as JSON: every limit is enforced, and every refusal gives a reason."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hecate.serve.scheduler import Request
 
 
 class Limits(NamedTuple):
-    """Bounds of what is asked for.
+    """Limits of a request.
 
     Fields:
-        body: bytes, also of one that is sent in pieces.
-        prompt, max_tokens: tokens read and made.
-        seconds: after which a request ends, the time in the queue among them.
+        body: bytes of the body, also if it is sent in pieces.
+        prompt, max_tokens: tokens of the prompt, tokens to generate.
+        seconds: time after which a request ends, including its time in the queue.
         user: characters of a user's name.
-        stops: texts to end at.
+        stops: number of texts to end at.
     """
 
     body: int = 1 << 20
@@ -37,10 +37,10 @@ class Texts:
     """A model's tokenizer.
 
     Fields:
-        encode: a text's tokens.
-        decode: tokens' text; U+FFFD for what is no whole character.
-        chat: messages, dicts of the texts `role` and `content`, as one prompt.
-        ends: tokens that end a text, which is shown without them.
+        encode: function from a text to its tokens.
+        decode: function from tokens to their text, with U+FFFD for incomplete or invalid characters.
+        chat: function from messages, dicts with the texts `role` and `content`, to one prompt.
+        ends: tokens that end a text, and are not part of it.
     """
 
     encode: Callable[[str], list[int]]
@@ -58,7 +58,7 @@ _KNOWN = {
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop",
     "stream", "stream_options", "user",
 }  # fmt: skip
-_NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that ask for nothing, as null does; of other fields `_NOTHING`
+_NEUTRAL: dict[str, tuple[Any, ...]] = {  # values without effect, like null; for other unknown fields `_NOTHING`
     "n": (1,), "best_of": (1,), "suffix": ("",), "tool_choice": ("none",), "logprobs": (False,),
 }  # fmt: skip
 _NOTHING: tuple[Any, ...] = (False, 0, 0.0, [], {})
@@ -66,7 +66,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 class Asked(NamedTuple):
-    """A request, and how its answer is to be told."""
+    """A request, and the form of its answer: texts to end at, whether it streams, whether usage is reported."""
 
     request: Request
     stops: tuple[str, ...]
@@ -75,13 +75,13 @@ class Asked(NamedTuple):
 
 
 def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, remembers: bool) -> Asked:
-    """The request of a body.
+    """Parses the body of a request.
 
     Raises:
-        ConfigError: a body that is no JSON object, a field that is out of bounds, and one that nobody here reads.
+        ConfigError: a body that is not a JSON object, a field that is out of bounds, and an unknown one.
     """
     try:
-        body = json.loads(raw, parse_constant=lambda word: word)  # NaN becomes a text, which no field takes
+        body = json.loads(raw, parse_constant=lambda word: word)  # NaN becomes a text, which number fields refuse
     except (ValueError, RecursionError):
         raise ConfigError("the body is no JSON in UTF-8") from None
     if not isinstance(body, dict):
@@ -105,7 +105,7 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
     if user is not None and (not _is_text(user) or len(user) > limits.user):
         raise ConfigError(f"user must be a text of 1 to {limits.user} characters")
     if user is not None:
-        _whole(user)  # no address that deletes a memory could name such a user
+        _whole(user)  # a URL to delete the memory could not contain a lone surrogate
     if user is not None and not remembers:
         raise ConfigError("this server keeps no memories; start it with --memories FOLDER, or leave user out")
     if user is not None and stops:
@@ -156,7 +156,7 @@ def _tokens(body: dict[str, Any], chat: bool, texts: Texts) -> list[int]:
 
 
 def _whole(text: str) -> str:
-    """A text as it is; JSON can escape halves of a surrogate pair, which no UTF-8 has."""
+    """The text; refuses lone surrogates, which JSON can escape but UTF-8 cannot encode."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ConfigError("the text has half of a surrogate pair, which is no character")
     return text
@@ -176,7 +176,7 @@ def _number(body: dict[str, Any], name: str, low: float, high: float, default: f
 
 
 class Reply(NamedTuple):
-    """The frame of an answer."""
+    """The fixed fields of an answer."""
 
     id: str
     model: str
@@ -184,7 +184,7 @@ class Reply(NamedTuple):
     chat: bool
 
     def body(self, text: str, finish: str | None, *, whole: bool, **more: Any) -> dict[str, Any]:
-        """An answer, or a piece of one that streams."""
+        """An answer as a dict, or with whole=False a piece of a streamed answer."""
         kind = ("chat.completion" + ("" if whole else ".chunk")) if self.chat else "text_completion"
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None}
         if self.chat:
@@ -196,21 +196,21 @@ class Reply(NamedTuple):
 
 
 def usage(request: Request) -> dict[str, Any]:
-    """Counts of tokens."""
+    """The field `usage` of an answer: counts of tokens."""
     prompt, completion = len(request.tokens), len(request.made)
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
 
 
 def problem(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """An error, as clients read it."""
+    """An error in the format of OpenAI's clients."""
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 class Cutter:
-    """Text out of tokens as they come: whole characters alone, and nothing from the first of `stops` on.
+    """Incremental decoder of tokens: yields complete characters only, and ends before the first of `stops`.
 
     Fields:
-        ended: True once a stop has been met.
+        ended: True once a stop was found.
     """
 
     def __init__(self, texts: Texts, stops: Sequence[str]) -> None:
@@ -219,7 +219,7 @@ class Cutter:
         self._shown, self.ended = "", False
 
     def add(self, token: int | None) -> str:
-        """Text that can be shown after one more token, or, with None, after the last."""
+        """New text after one more token, or with None after the last."""
         if token is not None and token not in self._texts.ends:
             self._tokens.append(token)
         text = self._texts.decode(self._tokens)
@@ -227,10 +227,10 @@ class Cutter:
         if places:
             self.ended, text = True, text[: min(places)]
         elif token is not None:
-            text = text.removesuffix("\ufffd")  # a character of which bytes may be to come
+            text = text.removesuffix("\ufffd")  # a character whose last bytes may follow
             overlaps = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
             text = text[: len(text) - max(overlaps, default=0)]
-        if not text.startswith(self._shown):  # what was shown cannot be taken back
+        if not text.startswith(self._shown):  # shown text cannot be taken back
             text = self._shown
         fresh, self._shown = text[len(self._shown) :], text
         return fresh

@@ -1,7 +1,8 @@
-"""Many requests in one batch of states: admitted as places are free, read in pieces, continued together.
+"""Continuous batching: requests are admitted as rows become free, prompts are read in pieces, and all rows are
+continued together.
 
-Rows know nothing of each other, so what a request is answered does not depend on the company that it has, but for
-rounding. A batch has 1, 2, 4, 8, ... rows, of which some may be idle: every number of rows would be another program.
+Rows are independent, so that an answer does not depend on concurrent requests, except by rounding. A batch has 1, 2, 4,
+8, ... rows, some of which may be idle, because every number of rows is another compiled program.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ _LOG = logging.getLogger(__name__)
 
 
 class QueueFull(HecateError):
-    """As many requests wait as may wait."""
+    """The queue is full: `max_queue` requests wait already."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue, and what has become of it.
+    """A prompt to continue, and its progress.
 
     Fields:
-        tokens: at least one.
-        max_tokens: after which it ends, with `finish` "length".
-        stop: tokens that end it, "stop"; the last of `made` then.
-        temperature, top_k, top_p: as of `hecate generate`; temperature 0 takes the likeliest token.
-        seed: of its own draws.
-        user: whose memory it goes on from and is added to, when it ends by "stop" or "length".
-        deadline: in the seconds of `time.monotonic`, at which it ends by "timeout".
-        tell: called, by the thread of the scheduler, with every token as soon as it is made, and with None at the end.
-        made: tokens so far.
-        finish: why it has ended; None while it has not.
-        error: what ended it, where `finish` is "error".
-        cancelled: set it to end the request within a step.
+        tokens: the prompt, at least one token.
+        max_tokens: number of tokens after which it ends, with `finish` "length".
+        stop: tokens that end it, with `finish` "stop"; such a token is then the last of `made`.
+        temperature, top_k, top_p: as in `hecate generate`; temperature 0 takes the likeliest token.
+        seed: seed of its draws.
+        user: user whose memory it continues, and updates if it ends by "stop" or "length".
+        deadline: value of `time.monotonic()`, in seconds, at which it ends, with `finish` "timeout".
+        tell: function that the scheduler's thread calls with every token as soon as it is made, and None at the end.
+        made: generated tokens so far.
+        finish: reason why it has ended; None while it runs.
+        error: the exception, if `finish` is "error".
+        cancelled: set to True to end the request within a step.
     """
 
     tokens: Sequence[int]
@@ -66,13 +67,13 @@ class Request:
     finish: Finish | None = None
     error: Exception | None = None
     cancelled: bool = False
-    _state: Any = None  # its own, while it is read and until it joins the batch
+    _state: Any = None  # its state until it joins the batch
     _read: int = 0
-    _row: int | None = None  # in the batch
+    _row: int | None = None  # its row in the batch
     _draws: torch.Generator | None = None
 
     def check(self, vocabulary: int | None) -> None:
-        """Refuses what no model could continue."""
+        """Refuses a request that the model cannot continue, such as one with tokens outside the vocabulary."""
         expect_ids(self.tokens, "tokens")
         if not self.tokens:
             raise ConfigError("a prompt must have at least one token")
@@ -88,7 +89,7 @@ class Request:
             expect_number(self.top_p, "top_p", 0.0, 1.0)
 
     def pick(self, logits: Tensor) -> int:
-        """The next token, of logits `[V]`."""
+        """The next token, drawn by logits `[V]`."""
         if self.temperature == 0:
             return int(logits.argmax())
         if self._draws is None:
@@ -97,7 +98,7 @@ class Request:
         return int(torch.multinomial(chances, 1, generator=self._draws))
 
     def over(self) -> Finish | None:
-        """Reason why it ends now, if it does."""
+        """Reason why it ends now; None if it continues."""
         if self.made and self.made[-1] in self.stop:
             return "stop"
         if len(self.made) >= self.max_tokens:
@@ -106,28 +107,27 @@ class Request:
 
 
 class Scheduler:
-    """Continues requests on one model. [SERVE-BATCH-D1]
+    """Scheduler of requests on one model. [SERVE-BATCH-D1]
 
         scheduler = Scheduler(model)
         request = scheduler.submit(Request(tokens, max_tokens=20))
-        while scheduler.step():    # or `start()`, for a thread that does
+        while scheduler.step():    # or `start()`, which does this in a thread
             ...
         request.made
 
     Args:
-        model: `(tokens [B, T], state) -> (logits, state)`, of states of constant size; set to evaluate.
-        max_batch: requests that are continued at once; a power of two.
-        piece: tokens of prompts that are read between two steps of the batch, so that a long one keeps nobody waiting.
-        max_queue: requests that may wait.
-        prefixes: states of beginnings that prompts share; prompts are read up to the same places with and without it.
+        model: `(tokens [B, T], state) -> (logits, state)`, with states of constant size; set to evaluation mode.
+        max_batch: number of requests that are continued at once; a power of two.
+        piece: number of prompt tokens read between two steps of the batch, so that a long prompt delays nobody.
+        max_queue: number of requests that may wait.
+        prefixes: states of prefixes that prompts share.
         memories: states of users.
-        exact: answers with the bits that they have alone, as `hecate.exact` gives them; looked at once, here.
-            [SERVE-EXACT-D1]
+        exact: answers have the same bits as alone, by `hecate.exact`; tested once, here. [SERVE-EXACT-D1]
 
     Raises:
-        ConfigError: a model whose states grow with the tokens, as those of attention without a window: they make no
-            batch; states parked in float16 whose rule does not bear it; `exact` with parked states, or where this model
-            on this machine does not keep it.
+        ConfigError: a model whose states grow with the tokens, as with attention without a window, since they cannot be
+            batched; states parked in float16 with a rule that it would harm; `exact` with parked states, or if the test
+            fails for this model on this machine.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._reading: Request | None = None
         self._running: list[Request] = []
-        self._users: dict[str, Request] = {}  # each by the one that is being answered
-        self._state: Any = None  # of `_size` rows
+        self._users: dict[str, Request] = {}  # the request that is being served, by user
+        self._state: Any = None  # the batch's state, of `_size` rows
         self._size, self._stopping = 0, False
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -183,13 +183,13 @@ class Scheduler:
                 self._check_exact()
 
     def _run(self, tokens: list[list[int]], state: Any) -> tuple[Tensor, Any]:
-        """Logits `[B, V]` of the tokens that follow, and the state."""
+        """Logits `[B, V]` of the next token after these, and the state."""
         with exactly() if self.exact else nullcontext():
             logits, state = self.model(torch.tensor(tokens, device=self.device), state)
         return logits[:, -1], state
 
     def _check_exact(self) -> None:
-        """Refuses a model, or a machine, of which a row's bits depend on its company or on how it is read."""
+        """Refuses a model or a machine on which a row's bits depend on the other rows, or on how a prompt is split."""
         rows = [[(7 * row + t) % (self.vocabulary or 2) for t in range(6)] for row in range(self.max_batch)]
         state = None
         for token in rows[-1]:
@@ -204,19 +204,19 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that are read or continued."""
+        """Number of requests that are being read or continued."""
         return len(self._running) + (self._reading is not None)
 
     def submit(self, request: Request) -> Request:
-        """Puts a request into the queue; may be called by any thread.
+        """Puts a request into the queue; may be called from any thread.
 
         Raises:
-            QueueFull: try again later.
+            QueueFull: too many requests wait; try again later.
             ConfigError, ShapeError: a request that cannot be served.
         """
         request.check(self.vocabulary)
@@ -234,7 +234,8 @@ class Scheduler:
         return request
 
     def forget(self, user: str) -> bool:
-        """Deletes a user's memory; False where there was none. `ConfigError` while a request of the user is served."""
+        """Deletes a user's memory; returns False if there was none. `ConfigError` while a request of the user is
+        served."""
         if self.memories is None:
             raise ConfigError("nothing is remembered here (no folder for memories was given)")
         with self._lock:
@@ -244,8 +245,8 @@ class Scheduler:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Reads up to `piece` tokens of prompts and makes one token for every request that runs; False where there was
-        nothing to do."""
+        """Reads up to `piece` tokens of prompts, and makes one token for every running request; returns False if there
+        was nothing to do."""
         self._end_early()
         budget, busy = self.piece, False
         while budget > 0 and (request := self._next()) is not None:
@@ -266,7 +267,7 @@ class Scheduler:
         return True
 
     def _end_early(self) -> None:
-        """Ends what was cancelled or is late."""
+        """Ends requests that were cancelled or are past their deadline."""
         with self._lock:
             gone = [request for request in self._waiting if request.over()]
             self._waiting = deque(request for request in self._waiting if request not in gone)
@@ -280,7 +281,7 @@ class Scheduler:
                 self._leave(request, why)
 
     def _next(self) -> Request | None:
-        """The request whose prompt is read now: in the order of arrival, but one of a user after the other."""
+        """The request whose prompt is to be read: in order of arrival, but only one request per user at a time."""
         if self._reading is None and len(self._running) < self.max_batch:
             with self._lock:
                 for request in self._waiting:
@@ -293,7 +294,8 @@ class Scheduler:
         return self._reading
 
     def _read(self, request: Request) -> int:
-        """Reads a piece of a prompt, and lets the request join the batch after its last; the tokens that it took."""
+        """Reads a piece of a prompt, after the last of which the request joins the batch; returns the number of
+        tokens read."""
         tokens, whole = request.tokens, len(request.tokens)
         try:
             if not request._read and request._state is None:
@@ -306,7 +308,7 @@ class Scheduler:
             start = request._read
             end = min((start // self.block + 1) * self.block, start + self.piece, whole)
             shared = self.prefixes is not None and request.user is None
-            if shared and start < whole - 1:  # where the next turn of a conversation begins to differ
+            if shared and start < whole - 1:  # keeps a state before the last token, for the next turn of a conversation
                 end = min(end, whole - 1)
             logits, request._state = self._run([list(tokens[start:end])], request._state)
             if not bool(torch.isfinite(logits).all()):
@@ -330,11 +332,11 @@ class Scheduler:
         return end - start
 
     def _continue(self) -> Tensor:
-        """Logits `[N, V]` after the last token of every request that runs."""
+        """Logits `[N, V]` after the last token of every running request."""
         count = _rows(len(self._running))
         if count < self._size or any(request._row is None for request in self._running):
             self._join(count)
-        feed = [[0]] * self._size  # a row whose request has left is fed anything
+        feed = [[0]] * self._size  # idle rows get token 0
         for request in self._running:
             feed[request._row or 0] = [request.made[-1]]
         try:
@@ -344,7 +346,7 @@ class Scheduler:
         return logits[[request._row for request in self._running]]
 
     def _join(self, count: int) -> None:
-        """Makes a batch of so many rows of those that run; the last one stands in idle rows, too."""
+        """Makes a batch of `count` rows from the running requests; idle rows repeat the last."""
         rows = [request._row for request in self._running if request._row is not None]
         parts = [states.rows(self._state, rows)] if rows else []
         parts += [request._state for request in self._running if request._row is None]
@@ -355,7 +357,7 @@ class Scheduler:
             self._state = states.rows(self._state, [min(row, len(self._running) - 1) for row in range(count)])
 
     def _continue_alone(self) -> Tensor:
-        """The same row by row, where one has failed: that one ends."""
+        """As `_continue`, row by row, after a failure: the request that fails ends with an error."""
         rows: list[Tensor] = []
         for request in list(self._running):
             try:
@@ -373,7 +375,7 @@ class Scheduler:
         request.tell(token)
 
     def _leave(self, request: Request, why: Finish, error: Exception | None = None) -> None:
-        """Ends a request that runs."""
+        """Removes a running request from the batch, and ends it."""
         state = request._state if request._row is None else None
         if state is None and request.user is not None:
             state = states.rows(self._state, [request._row or 0])
@@ -383,7 +385,8 @@ class Scheduler:
         self._end(request, why, error, state if why in ("stop", "length") else None)
 
     def _end(self, request: Request, why: Finish | None, error: Exception | None = None, state: Any = None) -> None:
-        """Tells that a request has ended, after its user's memory is on disk, all of the answer in it."""
+        """Ends a request: first the user's memory, including the whole answer, is saved, then `tell(None)` is
+        called."""
         if state is not None and request.user is not None and self.memories is not None:
             try:
                 _, state = self._run([[request.made[-1]]], state)
@@ -409,7 +412,7 @@ class Scheduler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step that it is in; requests that have not ended stay so."""
+        """Stops the thread after its current step; unfinished requests stay unfinished."""
         self._stopping = True
         self._wake.set()
         if self._thread is not None:
@@ -432,10 +435,10 @@ class Scheduler:
 
 
 def _rows(count: int) -> int:
-    """The least power of two that is no less."""
+    """The smallest power of two >= `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def _form(state: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Dtypes and shapes of the tensors, apart from their rows: the same in all states of a batch."""
+    """Dtypes and shapes, without the batch axis, of a state's tensors, by path; they must agree within a batch."""
     return {path: (leaf.dtype, leaf.shape[1:]) for path, leaf in states.leaves(state).items()}

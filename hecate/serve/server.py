@@ -1,4 +1,4 @@
-"""The server: OpenAI's completions and chats, also as they are made, over one scheduler. Needs the extra `serve`."""
+"""The server: OpenAI's completions and chats, also streamed, on one scheduler. Needs the extra `serve`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Handler = Callable[[Http], Awaitable[Response]]
 
 
 class _Uvicorn(uvicorn.Server):
-    """Stops the application, too, where a second Ctrl-C cuts answers short."""
+    """A uvicorn server that also stops the application if a second Ctrl-C cuts answers short."""
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         await super().shutdown(sockets)
@@ -42,7 +42,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Refused(Exception):
-    """A response that ends the handling of a request."""
+    """An error response that ends the handling of a request."""
 
     def __init__(self, code: int, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class _Refused(Exception):
 
 
 class _Stream(StreamingResponse):
-    """Events of a request, which ends with them, also where the client has gone."""
+    """A stream of a request's events; the request is cancelled when it ends, also if the client has disconnected."""
 
     def __init__(self, request: Request, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -71,7 +71,7 @@ class _Server:
         self.scheduler, self.texts, self.name, self.key, self.limits = scheduler, texts, name, key, limits
 
     def guard(self, handler: Handler) -> Handler:
-        """A handler behind the key; without one for pages and names of this machine alone."""
+        """A handler with access control, by the key or without one by host name, and with errors as responses."""
 
         async def handle(http: Http) -> Response:
             try:
@@ -96,13 +96,13 @@ class _Server:
             if not hmac.compare_digest(header, f"Bearer {self.key}".encode()):
                 raise _Refused(401, "the key is missing or wrong; send it as `Authorization: Bearer KEY`")
         elif _host(http.headers.get("host", "")) not in LOOPBACK:
-            # A page elsewhere may have given its own name the address of this machine.
+            # DNS rebinding: a foreign web page may have pointed its own name at this machine.
             raise _Refused(403, "without a key this server answers by the names of this machine alone")
 
     async def _body(self, http: Http) -> bytes:
-        """A body, as far as it may go."""
+        """The body of a request; refuses one that is too long or not JSON."""
         if http.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-            raise _Refused(415, "the body must be sent as application/json")  # which pages elsewhere cannot
+            raise _Refused(415, "the body must be sent as application/json")  # which foreign web pages cannot do
         raw, most = b"", self.limits.body
         async with asyncio.timeout(self.limits.seconds):
             async for piece in http.stream():
@@ -123,7 +123,7 @@ class _Server:
         if not self.scheduler.alive:
             raise _Refused(503, "the scheduler has ended; the host has to start the server again")
         raw = await self._body(http)
-        # Texts take a while, during which others are answered.
+        # In a thread: tokenizing takes a while, and must not block other requests.
         remembers = self.scheduler.memories is not None
         asked = await asyncio.to_thread(parse, raw, chat, self.texts, self.limits, model=self.name, remembers=remembers)
         queue: asyncio.Queue[int | None] = asyncio.Queue()
@@ -141,7 +141,7 @@ class _Server:
         return await self._whole(http, asked, queue, reply)
 
     async def _pieces(self, request: Request, cutter: Cutter, queue: asyncio.Queue[int | None]) -> AsyncIterator[str]:
-        """Text as it is made. `ConfigError` where the request has failed."""
+        """Pieces of text as they are made; `ConfigError` if the request fails."""
         token: int | None = 0
         while token is not None and not cutter.ended:
             token = await queue.get()
@@ -153,7 +153,7 @@ class _Server:
             request.cancelled = True
 
     async def _events(self, asked: Asked, queue: asyncio.Queue[int | None], reply: Reply) -> AsyncIterator[str]:
-        """Server-sent events; an error is the last but one."""
+        """Server-sent events; an error is sent as the last event before [DONE]."""
 
         def event(content: dict[str, Any]) -> str:
             return f"data: {json.dumps(content)}\n\n"
@@ -217,7 +217,7 @@ class _Server:
         return JSONResponse({"status": "ok" if alive else "the scheduler has ended"}, 200 if alive else 503)
 
     async def metrics(self, _: Http) -> Response:
-        """GET /metrics, as Prometheus reads them."""
+        """GET /metrics, in the format of Prometheus."""
         scheduler, prefixes, memories = self.scheduler, self.scheduler.prefixes, self.scheduler.memories
         rows = {f"{name}_total": scheduler.counts[name] for name in ("requests", "tokens", "prompt_tokens", "steps")}
         rows |= {"running": scheduler.running, "waiting": scheduler.waiting}
@@ -231,20 +231,20 @@ class _Server:
 
 
 def _host(header: str) -> str | None:
-    """The name in a header, without its port; None of what names no host."""
+    """The host name in a Host header, without the port; None if there is none."""
     try:
         return urlsplit(f"//{header}").hostname
-    except ValueError:  # half a bracket of IPv6
+    except ValueError:  # an unbalanced bracket of IPv6
         return None
 
 
 def _finish(request: Request, cutter: Cutter) -> str:
-    """The `finish_reason`; beyond a text of `stop`, tokens may have been made up to the last that were asked for."""
+    """The `finish_reason`; if a text of `stop` was found it is "stop", even if `max_tokens` were made meanwhile."""
     return "length" if request.finish == "length" and not cutter.ended else "stop"
 
 
 def _why(request: Request) -> str:
-    """A sentence for a client, whom no path of this machine is told."""
+    """Reason why a request has failed, for the client, without paths of this machine."""
     if isinstance(request.error, CheckpointError):
         return "this user's memory is of another model, damaged or not writable; DELETE /v1/memories/USER begins anew"
     if request.error is not None:
@@ -255,14 +255,14 @@ def _why(request: Request) -> str:
 def application(
     scheduler: Scheduler, texts: Texts, *, name: str = "hecate", key: str | None = None, limits: Limits | None = None
 ) -> Starlette:
-    """A Starlette application, which starts the scheduler's thread and stops it. [SERVE-HTTP-D1]
+    """A Starlette application that starts and stops the scheduler's thread. [SERVE-HTTP-D1]
 
     Args:
-        scheduler: of the model.
-        texts: its tokenizer.
-        name: by which clients ask for it.
-        key: that clients send; None answers this machine alone.
-        limits: of what they ask for.
+        scheduler: scheduler of the model.
+        texts: the model's tokenizer.
+        name: the model's name for clients.
+        key: key that clients have to send; None serves this machine only.
+        limits: limits of requests.
     """
     server = _Server(scheduler, texts, name, key, limits or Limits())
 
@@ -287,16 +287,16 @@ def application(
 
 
 def check_host(host: str, key: str | None) -> None:
-    """Refuses an address beyond this machine without a key."""
+    """Refuses an address that other machines can reach, if there is no key."""
     if host not in LOOPBACK and not key:
         raise ConfigError(f"host {host} is beyond this machine: set HECATE_API_KEY, which clients then have to send")
 
 
 def serve(application: Starlette, host: str = "127.0.0.1", port: int = 8000, *, key: str | None = None) -> None:
-    """Answers until it is stopped by SIGINT or SIGTERM; `key`: that of the application.
+    """Serves an application until SIGINT or SIGTERM; `key` is the application's.
 
     Raises:
-        ConfigError: a host beyond this machine without a key.
+        ConfigError: a host that other machines can reach, without a key.
     """
     check_host(host, key)
     config = uvicorn.Config(application, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
@@ -304,4 +304,4 @@ def serve(application: Starlette, host: str = "127.0.0.1", port: int = 8000, *, 
     with suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
-        raise SystemExit(3)  # uvicorn has said why
+        raise SystemExit(3)  # uvicorn has printed the reason

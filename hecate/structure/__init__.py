@@ -1,4 +1,4 @@
-"""Structures: what a memory is."""
+"""Structures: the models that serve as memories."""
 
 from hecate.structure.base import Cascade, Memory, Structure, StructureKind, starts
 from hecate.structure.memories import Layered

@@ -1,4 +1,4 @@
-"""The structure: what the memory is, as a function of its weights."""
+"""The structure: the model that a memory is, as a function of its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Memory = tuple[Tensor, ...]
 class Cascade:
     """Two linear memories written apart from each other and read one after the other: with phi = [w; a], a of width
     `codes`, the first learns `link(W_1 w) -> a`, the second `W_2 a -> v` under the bias, and y = W_2 link(W_1 w_q).
-    It is itself the bias of the first, as engines ask one.
+    It also serves engines as the bias of the first memory.
 
     Fields:
         codes: the width of a.
@@ -42,16 +42,16 @@ class Cascade:
     linear: ClassVar[bool] = False
 
     def grad_jvp(self, pred: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
-        """The Hessian is symmetric."""
+        """Hessian by the prediction times a tangent; it is symmetric."""
         return self.grad_vjp(pred, target, tangent)[0]
 
     def kernel_form(self) -> None:
-        """A formula of its own."""
+        """None, as no named kernel form covers it."""
 
     token_form = kernel_form
 
     def model_dump_json(self) -> str:
-        """It is no setting."""
+        """JSON null, as it is not a setting."""
         return "null"
 
 
@@ -64,9 +64,9 @@ class SlotForm(NamedTuple):
 class Structure(Variant, family="structure"):
     """A model `pred = f(memory, p)` small enough to be trained at every token.
 
-    A variant gives `shapes`, `predict` and its two derivatives: `predict_vjp`, whose weight part is the inner gradient
-    (`pullback`), and `pullback_vjp`, the second-order term that carries the outer gradient through the inner one. Both
-    fall back to `torch.func`. `gradient` joins them.
+    A variant defines `shapes`, `predict` and its two derivatives: `predict_vjp`, whose weight part is the inner
+    gradient (`pullback`), and `pullback_vjp`, the second-order term that carries the outer gradient through the inner
+    one. Both fall back to `torch.func`. `gradient` combines them with a bias.
 
     Shapes: weights `[N, ...]` in the order of `shapes`, p `[N, P]`, pred and u `[N, V]`; N = batch x heads.
     """
@@ -79,7 +79,7 @@ class Structure(Variant, family="structure"):
         "gradient_vjp": ("predict", "pullback", "gradient"),
         **dict.fromkeys(("linear", "weighted_sum"), ("predict", "pullback", "gradient", "graph")),
     })  # fmt: skip
-    drawn: ClassVar[bool] = True  # whether the weights start from a draw, else at zero
+    drawn: ClassVar[bool] = True  # whether the weights start from a draw rather than at zero
     factored: ClassVar[bool] = False  # whether `graph` gives its linear layers, whose gradients are d h^T
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
@@ -98,7 +98,7 @@ class Structure(Variant, family="structure"):
     ) -> dict[str, Tensor]:
         """Initial weights `[H, ...]`, a point from which gradients flow: N(0, 1/fan_in) by default.
 
-        Without a generator the draw comes from one seeded with 0, so it is a constant of the structure.
+        Without a generator it draws from one seeded with 0, so that the weights are a constant of the structure.
         """
         shapes = self.shapes(d_phi, d_v)
         check_shapes(shapes, f"narrow the memory of structure {self.kind!r} or lower heads", heads)
@@ -133,8 +133,8 @@ class Structure(Variant, family="structure"):
 
     @property
     def weighted_sum(self) -> bool:
-        """True if pred is linear in the weights whose shape has the values' width, and the inner gradient of these in
-        them too; those of the others then do not depend on values."""
+        """True if pred is linear in the weights whose shape has the values' width, and so is the inner gradient of
+        these weights; the gradients of others then do not depend on values."""
         return self.linear
 
     @property
@@ -143,7 +143,7 @@ class Structure(Variant, family="structure"):
         return False
 
     def cascade(self) -> Cascade | None:
-        """The two linear memories that it is, weight by weight in the order of `shapes`, if it is."""
+        """The structure as two linear memories, with weights in the order of `shapes`; None if it is not such."""
         return None
 
     def graph(self) -> Graph:
@@ -155,7 +155,7 @@ class Structure(Variant, family="structure"):
         raise NotImplementedError(f"{type(self).__name__} defines no predict")
 
     def read(self, memory: Memory, p: Tensor) -> Tensor:
-        """The memory's answer to a query: its prediction, or M^T p where it is `transposed`."""
+        """The memory's answer to a query: its prediction, or M^T p if it is `transposed`."""
         return _transposed_product(p, *memory) if self.transposed else self.predict(memory, p)
 
     def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
@@ -167,8 +167,8 @@ class Structure(Variant, family="structure"):
         return self.predict_vjp(memory, p, u)[0]
 
     def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Tensors, Tensor, Tensor]:
-        """Cotangents of (memory, p, u) from those of `pullback`'s result; None where it is linear in p u alone, so that
-        no gradient flows to a weight."""
+        """Cotangents of (memory, p, u) from those of `pullback`'s result; None for a weight if the result is a product
+        of p and u alone, so that no gradient flows to it."""
         return torch_vjp(self.pullback, (memory, p, u), cotangents)
 
     def predict_block(self) -> Block:
@@ -245,14 +245,14 @@ _READ_TRANSPOSED = formula_block("structure.read.transposed", _transposed_produc
 StructureKind = Structure
 
 
-KEPT, LARGEST = 32, 2**26  # starts that are kept, and bytes of the largest that is
+KEPT, LARGEST = 32, 2**26  # number of starts in the cache, and bytes of the largest
 
 
 def starts(
     structure: Structure, d_phi: int, d_v: int, *, heads: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """`structure.init` without a generator, weights `[H, ...]` that are not to be written to: a draw on the CPU is made
-    once for a device, which otherwise would wait for it in every call, and kept. [STR-INIT-I1]"""
+    """`structure.init` without a generator: weights `[H, ...]`, which are shared and must not be written to. The draw,
+    on the CPU, is made once for each device and cached, as otherwise every call would wait for it. [STR-INIT-I1]"""
     shapes = structure.shapes(d_phi, d_v) if structure.drawn and not is_traced() else {}
     if not 0 < heads * sum(map(math.prod, shapes.values())) * dtype.itemsize <= LARGEST:
         return structure.init(d_phi, d_v, heads=heads, dtype=dtype, device=device)
@@ -263,5 +263,5 @@ def starts(
 def _cached_init(
     structure: Structure, d_phi: int, d_v: int, heads: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    with torch.inference_mode(False), torch.no_grad():  # autograd may save what is kept
+    with torch.inference_mode(False), torch.no_grad():  # autograd may save cached tensors
         return structure.init(d_phi, d_v, heads=heads, dtype=dtype, device=device)

@@ -3,20 +3,20 @@
 A write of lr G moves the predictions of all tokens that meet the same weights, that of token t by lr J_t J_j^T u_j for
 the gradient of token j; J is the derivative of the prediction by the weights. In a stack of linear layers J J^T is the
 sum over layers of B B^T |h|^2, h the layer's input and B the derivative of the prediction by its output. `spread` walks
-down the graph with bounds of squares of the columns of B, which its Frobenius norm adds up (1 at the prediction, the
-spectral norm of the identity); a layer norm's slope is at most 1/s. With b the bound of |B|^2, the step of a token that
-takes its gradient at the present memory is one over floor + sum b |h|^2. The tokens of a chunk, which take theirs at
-one state, share it: the step of token t is
+down the graph with bounds of the squared columns of B, whose sum is the square of its Frobenius norm (1 at the
+prediction, the spectral norm of the identity); a layer norm's slope is at most 1/s. With b the bound of |B|^2, the step
+of a token that takes its gradient at the present memory is one over floor + sum b |h|^2. The tokens of a chunk, which
+take theirs at one state, share it: the step of token t is
 
     c_t = 1 / (floor + sum over layers and over the last K + 1 tokens j <= t of sqrt(b_t b_j) |h_t . h_j|)
 
 K + 1 the length of a chunk: a row sum of the Gram matrix, which bounds its largest eigenvalue. The sum goes back beyond
-the chunk's start, lest its first tokens take whole steps each and a key that comes again and again diverge. A chunk
-longer than `BLOCK` tokens is normalised by rows of that many, times one over the number of its blocks: a matrix that is
-positive semidefinite is at most that many times its diagonal blocks. [STR-BOUND-D1]
+the chunk's start, as otherwise its first tokens would each take a whole step, and a key that is repeated would diverge.
+A chunk longer than `BLOCK` tokens is normalised by rows of that many, times one over the number of its blocks: a matrix
+that is positive semidefinite is at most that many times its diagonal blocks. [STR-BOUND-D1]
 
-Shapes: values `[N, C, width]`, weights `[N, out, in]`, c `[N, C]`; keys `[N, K, P + 1]`, the last column 1 for keys
-that there were.
+Shapes: values `[N, C, width]`, weights `[N, out, in]`, c `[N, C]`; keys `[N, K, P + 1]`, whose last column is 1 for
+keys, 0 for empty places.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hecate.structure.graph import INPUT, Bounded, Cotangents, Graph, Linear, Tr
 from hecate.tape import Block, Tensors
 
 BLOCK = 64  # tokens of a chunk whose writes are weighed against one another
-FLOOR = 1e-2  # a key that meets nothing makes no step of more than 100 lr
-ROOT = 1e-6  # beside b under the root, whose derivative is infinite at 0
+FLOOR = 1e-2  # no step is longer than 100 lr, even if all slopes are 0
+ROOT = 1e-6  # added to b under the root, whose derivative is infinite at 0
 
 
 def unbounded(graph: Graph) -> str | None:
@@ -52,9 +52,9 @@ def unbounded(graph: Graph) -> str | None:
 
 
 def spread(past: Trace, columns: dict[int, Tensor]) -> list[Tensor | None]:
-    """Of every value, bounds of the squared columns of d prediction / d value: `[N, C, width]`, or `[N, C, 1]` of all
-    together, with C = 1 where all tokens have the same; None of p and of what no prediction hears of. `columns` are
-    those of the squared weights, which it adds to."""
+    """Bounds of the squared columns of d prediction / d value, for every value: `[N, C, width]`, or their sum `[N, C,
+    1]`, with C = 1 if all tokens have the same; None for p and for values that do not reach the prediction. It adds to
+    `columns` the squared columns of each weight that it meets."""
     bounds: list[Tensor | None] = [None] * len(past.values)
     bounds[-1] = torch.ones_like(past.values[INPUT][:, :1, :1])
     for index in reversed(range(len(past.graph.nodes))):
@@ -75,7 +75,7 @@ def spread(past: Trace, columns: dict[int, Tensor]) -> list[Tensor | None]:
 
 
 class _Rows(NamedTuple):
-    """sqrt(b + `ROOT`) h of every layer, where b is 1 over the root of `scales`, and what their derivative needs."""
+    """Rows sqrt(b + `ROOT`) h of every layer; where b is 1, rows are h, and their products have the factor `scales`."""
 
     past: Trace
     columns: dict[int, Tensor]
@@ -97,7 +97,7 @@ class _Rows(NamedTuple):
         return cls(past, columns, bounds, layers, roots, rows, scales)
 
     def vjp(self, cotangents: Sequence[Tensor], values: Cotangents, gcolumns: dict[int, Tensor]) -> None:
-        """Adds what the values and the columns of weights get from cotangents of the rows."""
+        """Adds to the cotangents of the values and of the weights' columns, from cotangents of the rows."""
         of_bounds: dict[int, Tensor] = {}
         for (weight, _, of), root, g in zip(self.layers, self.roots, cotangents, strict=True):
             values.add(of, g if root is None else root * g)
@@ -129,7 +129,8 @@ class _Rows(NamedTuple):
 
 class Lengths(NamedTuple):
     """The lengths c `[N, C]` of the steps of a chunk's tokens, and what their derivative needs: rows of the tokens and
-    of the keys before them, products of the former with both, and which of those products count."""
+    of the keys before them, products of the tokens' rows with both, and a function that selects the products that
+    count."""
 
     c: Tensor
     blocks: int
@@ -140,7 +141,7 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, past: Trace, write: Tensor | None, keys: Tensor, blocks: int) -> Lengths:
-        """From the tokens' trace; the rest as in `lengths`."""
+        """Lengths from the tokens' trace; other arguments as in `lengths`."""
         columns: dict[int, Tensor] = {}
         tokens, earlier, grams, near = _Rows.of(past, columns), None, [], partial(_near, keys[..., -1] > 0, write)
         if keys.shape[1]:
@@ -159,8 +160,8 @@ class Lengths(NamedTuple):
     def vjp(
         self, g: Tensor, values: Cotangents | None = None, known: Sequence[Tensor | None] = ()
     ) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Cotangents of the weights, of p and of the keys, None without any, from that of c; with those of the trace's
-        values, and added to those of the weights that are known."""
+        """Cotangents of the weights, of p and of the keys (None without keys) from that of c and those of the trace's
+        `values`; the weights' are added to `known` ones."""
         tokens, earlier, gcolumns = self.tokens, self.earlier, dict[int, Tensor]()
         values = values or Cotangents(tokens.past.values)
         gtotal = (-self.blocks * self.c.square() * g).unsqueeze(-1)
@@ -188,8 +189,8 @@ class Lengths(NamedTuple):
 def lengths(graph: Graph, blocks: int) -> Block:
     """(p `[N, C, P]`, write, keys, *weights) -> c `[N, C]`.
 
-    `keys` are the last that were written before; `write` `[N, C]` says which of the C are written, None all of them;
-    `blocks` is how many a chunk has.
+    `keys` are the last ones written before; `write` `[N, C]` is True for tokens that are written, None if all are;
+    `blocks` is the number of blocks in a chunk.
     """
 
     def forward(p: Tensor, write: Tensor | None, keys: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
@@ -208,14 +209,15 @@ def _scale(part: Tensor, scale: float) -> Tensor:
 
 
 def _near(there: Tensor, write: Tensor | None, pairs: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor]:
-    """Of pairs of the C tokens with themselves `[N, C, C]` and of K keys with them `[N, K, C]` those that count, 0 for
-    others: a token is weighed against itself and the last K that were written before it, of keys that are `there`."""
+    """Products of the C tokens with each other `[N, C, C]` and of K keys with them `[N, K, C]`, with 0 for those that
+    do not count: a token is weighed against itself and the last K written before it; `there` is False for empty places
+    of keys."""
     (count, size), device = earlier.shape[1:], earlier.device
     others = torch.where(there.unsqueeze(2), earlier, 0.0)
     if write is None:
         return pairs.tril() if size <= count + 1 else pairs.tril().triu(-count), others.tril()
     number = torch.arange(size, device=device)
-    before = (write.long().cumsum(1) - write.long()).unsqueeze(1)  # writes ahead of each token
+    before = (write.long().cumsum(1) - write.long()).unsqueeze(1)  # writes before each token
     itself, late = number[:, None] == number, number[:, None] > number
     near = late & write.unsqueeze(1) & (before.mT - before <= count)
     pairs = torch.where(near | itself, pairs, 0.0)
@@ -230,7 +232,7 @@ def _last_keys(keys: Tensor, p: Tensor, write: Tensor | None) -> tuple[Tensors, 
     if write is None:
         return (every[:, every.shape[1] - count :],), (count, p.shape[1], None)
     there = torch.cat([torch.ones_like(every[:, :count, 0], dtype=torch.bool), write], 1)
-    rank = there.long().flip(1).cumsum(1).flip(1)  # 1 for the last that is written
+    rank = there.long().flip(1).cumsum(1).flip(1)  # 1 for the last one written
     slot = torch.where(there & (rank <= count), count - rank, count)
     index = torch.arange(every.shape[1], device=every.device).expand_as(slot)
     index = slot.new_zeros(len(slot), count + 1).scatter(1, slot, index)[:, :count]

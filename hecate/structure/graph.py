@@ -1,4 +1,4 @@
-"""Models of linear layers, written down once and walked in every direction.
+"""Models of linear layers, each described once, as a graph that serves for evaluation and all derivatives.
 
 A graph lists its nodes in the order of evaluation: a linear layer `W h`, or an operation without weights. From the list
 come the prediction, the factors of the inner gradient, which is rank one per layer, G_i = d_i h_i^T, and the
@@ -20,17 +20,17 @@ from hecate.errors import ConfigError
 from hecate.tape import Block, one
 
 INPUT = 0  # the value p
-ONE = -1  # the constant 1 of width 1: a layer of it is a bias
+ONE = -1  # the constant 1 of width 1: a layer with this input is a bias
 
 
 Pulled = tuple[tuple[Tensor | None, ...], Tensor]
 
 
 class Op(Protocol):
-    """An operation between layers, on the last axis alone; `name` is what a tape calls it.
+    """An operation between layers, on the last axis alone; `name` is its name on a tape.
 
-    `slopes` is what its derivatives need of the output and the inputs, `vjp` gives the inputs' cotangents, linear in g,
-    and `vjp_vjp` those of (inputs, g) from those of `vjp`'s result.
+    `slopes` returns what its derivatives need of the output and the inputs, `vjp` gives the inputs' cotangents, linear
+    in g, and `vjp_vjp` those of (inputs, g) from those of `vjp`'s result.
     """
 
     @property
@@ -42,8 +42,9 @@ class Op(Protocol):
 
 
 class Bounded(Op, Protocol):
-    """An operation whose slopes are bounded: `bound` makes of bounds a of the squared columns of d pred / d value those
-    of its inputs, and `bound_vjp` gives the cotangents of the inputs and of a from theirs: `hecate.structure.bound`."""
+    """An operation whose slopes are bounded: `bound` turns bounds a of the squared columns of d pred / d output into
+    those for its inputs, and `bound_vjp` gives cotangents of the inputs and of a from those of the result; see
+    `hecate.structure.bound`."""
 
     def bound(self, slopes: Any, a: Tensor) -> tuple[Tensor, ...]: ...
     def bound_vjp(self, slopes: Any, a: Tensor, shares: tuple[Tensor, ...]) -> Pulled: ...
@@ -217,7 +218,7 @@ class Cotangents:
         self.sums: list[Tensor | None] = [None] * len(values)
 
     def add(self, index: int, g: Tensor | None) -> None:
-        """Adds to one value's; the constant takes none."""
+        """Adds to one value's sum; the constant has none."""
         if index == ONE or g is None:
             return
         known = self.sums[index]
@@ -233,12 +234,12 @@ class Cotangents:
 
 
 def source(values: Sequence[Tensor], index: int) -> Tensor:
-    """A value by its number, the constant included."""
+    """A value by its index, the constant included."""
     return torch.ones_like(values[INPUT][..., :1]) if index == ONE else values[index]
 
 
 def outers(total: Tensor | None, d: Tensor, h: Tensor | None) -> Tensor:
-    """sum_c d_c h_c^T, added to a total: `[N, C, out], [N, C, in] -> [N, out, in]`; h is None for the constant."""
+    """total + sum_c d_c h_c^T: `[N, C, out], [N, C, in] -> [N, out, in]`; h is None for the constant."""
     if h is None:
         column = d.sum(1, keepdim=True).mT
         return column if total is None else total + column
@@ -303,8 +304,8 @@ class Trace(NamedTuple):
     ) -> tuple[list[Tensor | None], Tensor, Cotangents]:
         """The reverse of `factors`: (weight cotangents, cotangent of u, those of the values).
 
-        The weights' are added to those known. Backpropagation went down from the prediction, so its reverse goes up
-        from the input. What the values received still has to pass the layers below them: `through`.
+        The weights' cotangents are added to `known` ones. Backpropagation went down from the prediction, so its reverse
+        goes up from the input. Cotangents of the values still have to go through the layers below them: `through`.
         """
         gweights = list(known or [None] * len(self.weights))
         up, values = Cotangents(self.values), Cotangents(self.values)
@@ -326,7 +327,7 @@ class Trace(NamedTuple):
         return gweights, up.filled(len(self.graph.nodes)), values
 
     def through(self, flowing: Cotangents, known: Sequence[Tensor | None] = ()) -> tuple[list[Tensor], Tensor]:
-        """Cotangents of the weights, added to those known, and of p, from those of the values."""
+        """Cotangents of the weights, added to `known` ones, and of p, from those of the values."""
         self.backward(flowing)
         sums = list(known or [None] * len(self.weights))
         for index, node in enumerate(self.graph.nodes):
@@ -345,8 +346,8 @@ class Trace(NamedTuple):
 
 
 def trace(graph: Graph, weights: Sequence[Tensor], p: Tensor, *, whole: bool = True) -> Trace:
-    """One evaluation with what its derivatives need; if not `whole`, up to the last value that a layer or a slope
-    needs, None for those that follow."""
+    """One evaluation with what its derivatives need; unless `whole`, only up to the last value that a layer or a slope
+    needs, with None for later ones."""
     if whole:
         return traced(graph, weights, evaluate(graph, weights, p))
     needed = [node.source for node in graph.nodes if isinstance(node, Linear)]
@@ -377,7 +378,7 @@ class Descent(NamedTuple):
     def vjp(
         self, bias: Block, gd: Sequence[Tensor], gh: Sequence[Tensor], known: Sequence[Tensor | None] = ()
     ) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Cotangents of the weights, added to those known, of p and of the target from those of d and h."""
+        """Cotangents of the weights, added to `known` ones, of p and of the target from those of d and h."""
         above, gu, values = self.past.factors_vjp(self.flowed, gd, gh, known)
         gpred, gtarget = bias.pullback(self.of_bias, [gu.squeeze(1)])
         values.add(len(self.past.graph.nodes), None if gpred is None else gpred.unsqueeze(1))

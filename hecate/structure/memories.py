@@ -1,5 +1,5 @@
-"""Memories: a matrix and perceptrons, which are made of linear layers, and a vector, unit slots and two passes
-through codes, whose formulas are written out."""
+"""Memories: a matrix and perceptrons, which consist of linear layers; and a vector, unit slots and two passes through
+codes, whose derivatives are written out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hecate.variant import Conflicts, still_declared
 
 
 class Layered(Structure):
-    """Helper for structures of linear layers: a variant gives `graph` and `shapes`.
+    """Helper for structures of linear layers: a variant defines `graph` and `shapes`.
 
     Both derivatives follow from the graph, and so does the dual form of the chunk engine, which reads the state of
     every token without building its weights. Not a variant itself: it has no kind.
@@ -29,7 +29,7 @@ class Layered(Structure):
 
     @property
     def factored(self) -> bool:  # type: ignore[override]
-        """True if no subclass overrides what the graph gives."""
+        """True if no subclass overrides methods that follow from the graph."""
         names = ("predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
         return all(getattr(type(self), name) is getattr(Layered, name) for name in names)
 
@@ -80,7 +80,7 @@ class Layered(Structure):
 
 
 def _one_width(structure: Any) -> Conflicts:
-    """Refuses a hidden width beside another expansion than the default."""
+    """Refuses a hidden width together with an expansion that is not the default."""
     usual, d_hidden = type(structure).model_fields["expansion"].default, structure.d_hidden
     if d_hidden is not None and structure.expansion != usual:
         both = f"expansion={structure.expansion} and d_hidden={d_hidden} both say how wide the hidden layer is"
@@ -105,8 +105,8 @@ class Matrix(Layered):
     gradients flow at once because the inner gradient u p^T does not vanish with M.
 
     With `learns="key"` it is the memory of Oja's rule, M in R^(P x V): the key is predicted from the value, pred = M v,
-    and the answer to a query is M^T phi(q). What decays per channel are its columns, one for each value channel, by the
-    gate retain_value; writes stay bounded where lr |v|^2 does, so values are to have unit length. [STR-MATRIX-D2]
+    and the answer to a query is M^T phi(q). Its columns, one for each value channel, can decay apart, by the gate
+    retain_value; writes are bounded if lr |v|^2 is, so values should have unit length. [STR-MATRIX-D2]
 
     Formula: $f(M, p) = M p,\quad G = u\, p^\top$
     $\hat p = M v,\quad y = M^\top \phi(q) \quad \text{if it learns keys}$
@@ -147,7 +147,7 @@ class MLP(Layered):
     The deep memory of Titans, and with `residual` and `norm="layer"` the p + LN(f(p)) of TTT, one layer for TTT-linear.
     The norm has no gain and no offset; the gradient goes through it. `bias` adds b_i to every layer. Hidden width is
     `expansion` times the larger of the input and output widths, or `d_hidden`. W_L starts at `last` times its draw: a
-    memory that says little before it was written takes its first writes whole.
+    memory whose answers are small before the first write takes that in full.
 
     `tanh` without bias is odd, f(-p) = -f(p): it learns odd maps fastest and even ones not at all; for these take gelu
     and bias. [STR-MLP-D2]
@@ -361,8 +361,8 @@ class TwoPass(Structure):
 
     A bounded memory of `codes` slots: the key memory W_k learns to answer a key w with its code a, the value memory W_v
     to answer the code with the value. The last `codes` coordinates of phi(k) are the code that the model gives its
-    token; those of phi(q) are not looked at. The key pass descends |f(W_k w) - a|^2 / 2 through f, the value pass the
-    bias at W_v a.
+    token; those of phi(q) are not used. The key pass descends |f(W_k w) - a|^2 / 2 through f, the value pass the bias
+    at W_v a.
 
     Formula: $y = W_v\, \psi(W_k w_q),\quad \phi(k) = [w, a],\quad \psi(z) = \frac{\mathrm{silu}(z)}{\sqrt{\Vert
     \mathrm{silu}(z) \Vert^2 + 10^{-6}}} \ \text{by default}$
@@ -466,7 +466,7 @@ class TwoPass(Structure):
         """f(z), silu'(z) and the length of silu(z)."""
         active = torch.nn.functional.silu(z)
         square = active.square().sum(-1, keepdim=True)
-        length = torch.where(square == 0, 1.0, square + 1e-6).sqrt()  # a zero has no direction to be steep in
+        length = torch.where(square == 0, 1.0, square + 1e-6).sqrt()  # z = 0 has no direction to normalise
         return active / length, _SILU.slope(z, active), length
 
     def _code(self, z: Tensor) -> Tensor:

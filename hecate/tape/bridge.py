@@ -1,7 +1,7 @@
 """The bridge to `torch.autograd`: one `autograd.Function`, for programs of blocks and for passes written by hand.
 
-A tape and a pass by hand are functions of numbers. Where torch has to see every operation (`torch.compile`,
-`torch.func`, dispatch modes, forward mode, batched cotangents, second derivatives) both give way to plain operations.
+Torch sees neither the operations of a tape nor those of a pass by hand. Where it has to see every one (`torch.compile`,
+`torch.func`, dispatch modes, forward mode, batched cotangents, second derivatives) plain torch runs in their place.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Autodiff = Literal["auto", "tape", "torch"]
 Forward = Callable[[Tensors, bool], Made]  # (inputs, keeps) -> outputs, record
 Pullback = Callable[[Tensors, Any, Sequence[Tensor]], Values]  # (inputs, record, cotangents)
 
-# Past autograd's kernels: where nothing is recorded or traced, and no foreign code is called, which may differentiate.
+# Skips autograd's dispatch: only where nothing is recorded or traced, and no code is called that may differentiate.
 below_autograd = torch._C._AutoDispatchBelowAutograd
-# Of tensors under `is_grads_batched`; looking a key up by its name costs more than all else here.
+# The key of tensors under `is_grads_batched`; to look it up by name in each call would cost more than all else here.
 _BATCHED = torch._C._parse_dispatch_key("Batched")
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _TENSOR = {Tensor}
-AT_ONCE = ("cpu",)  # types of devices whose numbers are there when a call returns
+AT_ONCE = ("cpu",)  # types of devices whose results are ready when a call returns
 
 
 def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto") -> Tensors:
@@ -62,7 +62,7 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
         if autodiff == "torch" or (autodiff == "auto" and compiling):
             return program(execute, *inputs)
         transformed = torch._C._are_functorch_transforms_active()
-        # Neither does torch.compile trace a Function of which nothing is to be differentiated.
+        # A Function is not needed here, and torch.compile would not trace one if nothing needs a gradient.
         if not transformed and forward_ad._current_level < 0 and not is_recorded(inputs):
             return program(execute, *inputs)
 
@@ -71,12 +71,12 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
             return program(remembering(checkpoints) if keeps else execute, *inputs), checkpoints
 
         def pullback(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Values:
-            # What was made is a constant to whatever differentiates this in turn.
+            # Remembered results would be constants to a second derivative, so then everything runs again.
             checkpoints = [] if record is None or torch.is_grad_enabled() else record
             with full_precision(cotangents):
                 return replay(Tape(), program, inputs, cotangents, checkpoints)
 
-        if compiling:  # which traces no Function of one tensor twice
+        if compiling:  # which cannot trace a Function that gets one tensor twice
             inputs = distinct(inputs, set())
         return _Function.apply(forward, pullback, None if compiling or transformed else [], *inputs)  # type: ignore[no-untyped-call]
 
@@ -84,10 +84,10 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
 class ByHand(NamedTuple):
     """A forward pass, its hand-written backward pass, and the same in plain torch.
 
-    forward: (inputs, keeps) -> (outputs, record), the record, tensors in any nesting, being needed only if it is to be
-    kept.
-    vjp: (inputs, record, cotangents) -> cotangents of the inputs; it may write into tensors of its own.
-    plain: (*inputs) -> outputs, in differentiable operations only, in its place wherever torch must see them all.
+    forward: (inputs, keeps) -> (outputs, record). The record, tensors in any nesting, is for `vjp`, and may be empty if
+    `keeps` is False.
+    vjp: (inputs, record, cotangents) -> cotangents of the inputs. It may write into tensors that it makes itself.
+    plain: (*inputs) -> outputs by differentiable operations only: runs instead wherever torch must see them all.
     """
 
     name: str
@@ -102,7 +102,7 @@ class ByHand(NamedTuple):
             if is_traced(*inputs):
                 return self.plain(*inputs), (inputs, None)
             if is_recorded(inputs):
-                alive: list[Tensor | None] = []  # without the wrappers of transforms that are over
+                alive: list[Tensor | None] = []  # without wrappers of torch.func transforms that have ended
                 for item in inputs:
                     alive.append(None if item is None else torch._C._functorch.unwrap_if_dead(item))
                 outputs = _apply(self.forward, self.pullback, [], *alive)
@@ -128,7 +128,7 @@ class ByHand(NamedTuple):
         return tuple(blank.pullback(blank.apply(inputs)[1], cotangents))
 
     def by_autograd(self, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-        """Cotangents of inputs by autograd, which records them in turn if asked to."""
+        """Cotangents of the inputs by autograd through `plain`; they can be differentiated again under grad mode."""
         create_graph, variables = torch.is_grad_enabled(), {}
         with torch.enable_grad():
             for at, value in enumerate(inputs):
@@ -144,8 +144,8 @@ class ByHand(NamedTuple):
 
 
 def by_hand(block: Block, plain: Callable[..., Tensors] | None = None) -> Block:
-    """A block with its own VJP under autograd too, where recording its operations one by one would pass over the
-    tensors several times as often; `plain` where its forward is not what higher derivatives are to be taken of."""
+    """The block as a single node of autograd with the block's own VJP: to record its operations one by one would take
+    several times as many passes over the tensors. `plain` replaces its forward for higher derivatives."""
     return ByHand(
         block.name,
         lambda inputs, _: block.forward(*inputs),
@@ -156,8 +156,8 @@ def by_hand(block: Block, plain: Callable[..., Tensors] | None = None) -> Block:
 
 @contextmanager
 def past_hooks() -> Iterator[None]:
-    """Without the hooks on what autograd saves, those of activation checkpointing among them, under which `torch.func`
-    refuses to run: for what autograd does not see, of which it saves nothing."""
+    """Turns off all hooks on saved tensors, such as those of activation checkpointing, under which `torch.func` refuses
+    to run: for code that autograd does not see, of which it saves nothing anyway."""
     hooks: list[Any] = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
@@ -170,8 +170,8 @@ def past_hooks() -> Iterator[None]:
 
 
 class _Function(torch.autograd.Function):
-    """(forward, pullback, record, *inputs) -> outputs. `record` is an empty list for what the backward pass needs, so
-    that nothing runs twice; None where torch sees every operation, and the pullback starts from the inputs alone."""
+    """(forward, pullback, record, *inputs) -> outputs. `record` is an empty list, into which the forward puts what the
+    backward pass needs; or None where torch sees every operation, and the pullback has the inputs alone."""
 
     generate_vmap_rule = True
 
@@ -186,7 +186,7 @@ class _Function(torch.autograd.Function):
             # torch refuses to save an input that is an output as well.
             return distinct(outputs, set(inputs))
         record.append(residuals)
-        # What is kept for the backward pass must not hold the outputs, which hold it.
+        # Detached, as the record may contain the outputs, whose graph keeps the record: a cycle.
         detached: list[Tensor | None] = []
         for out in outputs:  # loops here, not comprehensions: each of these is a frame in every block
             detached.append(None if out is None else out.detach())
@@ -198,7 +198,7 @@ class _Function(torch.autograd.Function):
         ctx.count, ctx.flat, ctx.layout, ctx.others = len(operands), False, None, []
         saved = [*operands]
         if record:
-            # Tensors alone need no walk through what may be nested.
+            # A flat tuple of tensors need not be flattened.
             flat = type(record[0]) is tuple and _TENSOR.issuperset(map(type, record[0]))
             leaves, ctx.layout = (record[0], None) if flat else tree_flatten(record)
             ctx.flat = flat
@@ -228,7 +228,7 @@ class _Function(torch.autograd.Function):
         return None, None, None, *ctx.pullback(inputs, record, grads)
 
 
-# `_Function.apply` where no transform of torch.func is active, which binds the arguments by their names in every call.
+# `_Function.apply` without its Python wrapper, which binds arguments by name in each call: if no transform is active.
 _apply: Callable[..., Tensors] = super(torch.autograd.Function, _Function).apply
 
 
@@ -251,7 +251,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
 
 
 def compiled_alone() -> bool:
-    """True if torch.compile traces a program for this process: no export, and nothing that torch.func transforms."""
+    """True if torch.compile traces, for this process: not for torch.export, and without torch.func transforms."""
     compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     return compiling and not torch._C._are_functorch_transforms_active()
 
@@ -266,8 +266,8 @@ def is_recorded(tensors: Values) -> bool:
 
 
 def can_inspect(*tensors: Tensor, free: bool = False) -> bool:
-    """True if values exist and may steer Python: not on the meta device, not while compiling, not inside `torch.func`
-    transforms; `free`: nor where reading makes the host wait for a device, or torch has to see every operation."""
+    """True if Python may read the values and branch on them: not on the meta device, while compiling, or inside
+    `torch.func` transforms. `free`: nor if the host would wait for a device, or torch has to see every operation."""
     if torch.compiler.is_compiling():
         return False
     for tensor in tensors:
@@ -284,7 +284,7 @@ def waits(tensor: Tensor) -> bool:
 
 
 def full_precision(inputs: Values) -> AbstractContextManager[Any]:
-    """No autocast where the work is: index tensors may stay on the CPU while it is elsewhere."""
+    """Turns autocast off on the inputs' device, which is not the CPU if any is not: index tensors may stay there."""
     for value in inputs:
         if value is not None and not value.is_cpu:
             return without_autocast(value.device.type)
@@ -292,7 +292,7 @@ def full_precision(inputs: Values) -> AbstractContextManager[Any]:
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Full precision on a device type, whatever autocast surrounds the call."""
+    """Turns autocast off on a device type for the duration of the context."""
     if not (device == "cpu" or torch.amp.is_autocast_available(device)) or not torch.is_autocast_enabled(device):
         return _NOTHING
     return torch.autocast(device, enabled=False)

@@ -1,10 +1,11 @@
-"""The same bits for any number of rows and any cut of a sequence: torch's operations in forms that no row changes.
+"""The same bits for any number of rows and any split of a sequence: operations whose results for a row ignore other
+rows.
 
-A row's numbers depend on its company in three ways. A product is computed by another kernel for another number of rows,
-and in odd widths by other code for another place. A function of single numbers goes by vector instructions, and what
-these leave over by other code. An engine takes tokens in blocks. Under `exact` products with weights go in tiles of as
-many rows, all others as sums of products, each in the order of its numbers; functions get whole vectors; and scans go
-by engines that are `steady`. [TAPE-EXACT-D1]
+In torch a row's bits depend on other rows in three ways. A matrix product takes another kernel for another number of
+rows, and for odd widths other code at another place in memory. A componentwise function takes vector instructions, and
+other code for the remainder. An engine takes tokens in blocks. Under `exact`, products with weights are computed in
+tiles of a fixed number of rows, all other products as sums in a fixed order; componentwise functions get whole vectors;
+and scans run on engines that are `steady`. [TAPE-EXACT-D1]
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 STEADY: ContextVar[bool] = ContextVar("hecate.steady", default=False)  # whether the caller is within `exact`
-MOST = 1 << 22  # products that are held at once
-TILE, WIDTH = 8, 32  # rows of a product with weights, and what its width is a multiple of: then a place says nothing
-LANES, ALONE = 64, 1 << 14  # numbers that fill vectors of any dtype, and as many as no two threads share
+MOST = 1 << 22  # products that are in memory at once
+TILE, WIDTH = 8, 32  # rows of a tile, and the multiple to which widths are padded, so that bits do not depend on places
+LANES, ALONE = 64, 1 << 14  # numbers that fill vectors of any dtype, and that one thread takes alone
 
 
 def steady() -> bool:
-    """True within `exact`; not to a compiler, which sees no context."""
+    """True within `exact`; False under torch.compile, which does not see the context."""
     return not torch.compiler.is_compiling() and STEADY.get()
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Within it a row of a batch, a token of a window and what follows a kept beginning have the bits that they have
-    alone. [TAPE-EXACT-D1]
+    """Within it rows of a batch, tokens of a window and continuations of a stored prefix have the same bits as alone.
+    [TAPE-EXACT-D1]
 
         with hecate.exact():
             model.generate(tokens, prompt_lookup_num_tokens=5)
 
-    It is for inference, of this thread, and holds within one process and for one number of threads, as far as torch's
-    libraries give the same operation the same bits, which they do and do not promise: `Scheduler` looks, tests do.
+    It is for inference and acts on this thread. It holds within one process and for one number of threads, as far as
+    torch's libraries give the same operation the same bits; they do, but do not promise it: `Scheduler` and tests check
+    it.
 
     Raises (what is called within): ConfigError for an engine that takes tokens in blocks, and for padding and documents
     under attention without a window.
@@ -63,7 +65,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """x W^T + b of rows in tiles."""
     rows = input.reshape(-1, input.shape[-1])
     count, rest, width, short = len(rows), -input.shape[-1] % WIDTH, len(weight), -len(weight) % LANES
-    if rest or short:  # of few outputs, too, a row's bits are those of its place in the tile
+    if rest or short:  # few outputs are padded too, as otherwise a row's bits depend on its place in the tile
         weight = F.pad(weight, (0, rest, 0, short))
     if short and bias is not None:
         bias = F.pad(bias, (0, short))
@@ -77,7 +79,7 @@ def _total(a: Tensor, b: Tensor) -> Tensor:
     """The sum of a b over the last axis, in float32 or better."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    # Where its numbers lie side by side, a sum knows nothing of the others.
+    # The sum of contiguous numbers does not depend on other sums.
     return (a.to(wide) * b.to(wide)).contiguous().sum(-1).to(dtype)
 
 
@@ -101,7 +103,7 @@ def _add_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: flo
 
 
 def _einsum(equation: str, *operands: Tensor) -> Tensor:
-    """Of two operands as sums; of any others as torch has it."""
+    """einsum of two operands as sums of products; any other as in torch."""
     inputs, _, output = equation.replace(" ", "").partition("->")
     axes = inputs.split(",")
     operands = tuple(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
@@ -123,7 +125,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Softmax attention query by query, what it sees first, the newest ahead: what it does not see changes no sum."""
+    """Softmax attention query by query: the keys that it sees come first, from the newest, so others change no sum."""
     dtype, length = query.dtype, query.shape[-2]
     q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
     if enable_gqa:
@@ -145,7 +147,7 @@ def _attention(
 
 
 def _flat(func: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
-    """A function of single numbers, of whole vectors of them."""
+    """A componentwise function on whole vectors."""
     tensors = torch.broadcast_tensors(*(item for item in arguments if isinstance(item, Tensor)))
     count = tensors[0].numel()
     if not tensors[0].is_cpu or (count % LANES == 0 and count <= ALONE and all(x.is_contiguous() for x in tensors)):

@@ -1,5 +1,5 @@
-"""Arithmetic that the families share: gates over weights, roots with a floor, sizes far from 1, and derivatives left
-to torch."""
+"""Arithmetic that the families of variants share: gates times weights, roots with a floor, sizes far from 1, and
+derivatives left to torch."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ def sum_to_gate(product: Tensor, gate: Tensor) -> Tensor:
 
 @cache
 def number(value: float, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor `[]` on the host, not to be written: `x + 1e-6` makes one anew, which takes longer than the
-    sum. Not for what torch traces."""
+    """A number as a tensor `[]` on the host, which must not be written to: `x + 1e-6` makes a new one each time, which
+    takes longer than the sum. Not for use while torch traces."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device="cpu")
 
 
-# Sizes: `levelling` brings those that leave a dtype's range when squared near 1.
+# Sizes whose squares leave a dtype's range: `levelling` brings them near 1.
 
 
 def reach(dtype: torch.dtype, share: float) -> float:
-    """The power of two at a share of a dtype's exponents: at 1/2 its square is the largest."""
+    """The power of two at a share of a dtype's exponents: at 1/2 its square is about the largest number."""
     return 2.0 ** int(share * math.log2(torch.finfo(dtype).max))
 
 
 def near_one(size: Tensor, share: float = 0.25, looks: bool | None = None) -> bool:
     """True if sizes are known to lie within `reach` of 1.
 
-    They are looked at on a CPU only, where it costs no waiting, and where values may steer: `looks`, if that is known.
+    They are read only on a CPU, where that does not wait, and if Python may branch on values: `looks`, if that is
+    known.
     """
     if not (can_inspect(size, free=True) if looks is None else looks):
         return False
@@ -74,7 +75,7 @@ def inner_axes(x: Tensor) -> tuple[int, ...]:
 
 
 def floored_root(square: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """max(sqrt(square), floor), and whether the root is the larger: one of 0 has no derivative."""
+    """max(sqrt(square), floor), and a mask, True where the root is the larger: a root of 0 has no derivative."""
     beyond = square > floor**2
     return torch.where(beyond, square, floor**2).sqrt(), beyond
 
@@ -101,8 +102,8 @@ def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
 
 
 def joined(y: Tensor, *others: Tensor | None) -> Tensor:
-    """y, in whose graph the others are too: where it does not depend on them their gradient is 0, not None, which
-    data-parallel training would wait for."""
+    """y, with the others in its graph: if it does not depend on them, their gradient is 0 rather than None, for which
+    data-parallel training would wait."""
     for item in others:
         if item is not None and item.requires_grad:
             y = y + item.flatten()[:0].sum().to(y.dtype)  # a sum of no numbers, whatever the item carries

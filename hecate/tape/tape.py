@@ -1,4 +1,4 @@
-"""Blocks, the unit of differentiation, and the tape: a ledger of their calls that is printed, queried and replayed."""
+"""Blocks, the unit of differentiation, and the tape, which records their calls and can print, query and replay them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hecate.errors import ConfigError, ShapeError
 
 Tensors = tuple[Tensor | None, ...]
 Values = Sequence[Tensor | None]
-Made = tuple[Tensors, Any]  # outputs, and what a VJP needs beside them
+Made = tuple[Tensors, Any]  # outputs, and what a VJP needs besides them
 Program = Callable[..., Tensors]  # program(run, *inputs) -> outputs, built from calls of `run`
 
 
@@ -24,7 +24,7 @@ class Block(NamedTuple):
     `forward(*inputs) -> (outputs, residuals)` returns a tuple of tensors and whatever its VJP needs; `vjp(residuals,
     *cotangents) -> input cotangents` returns one tensor or None per input, None meaning "no gradient flows here". A
     cotangent of an output that nobody used, or of integers, arrives as zeros. Without a `vjp` the block is
-    differentiated by `torch.func.vjp`, from the one evaluation that is recorded; `hand_written` tells which.
+    differentiated by `torch.func.vjp`, from the one evaluation that is recorded, and `hand_written` is False.
 
     `program` is set on blocks that are programs themselves, so that a tape can look inside. A block that `recomputes`
     has its inputs as residuals and runs its program again in the VJP. `record` is a forward that keeps what the VJP
@@ -53,7 +53,7 @@ class Block(NamedTuple):
         return self.checked((self.forward if self.record is None else self.record)(*inputs))
 
     def checked(self, returned: Made) -> Made:
-        """The checked result of a forward; `ShapeError` where that is no tuple of outputs beside its residuals."""
+        """The result of a forward; `ShapeError` unless it is a tuple of outputs with residuals."""
         if not isinstance(returned[0], tuple):
             raise ShapeError(
                 f"block {self.name!r} must return (outputs, residuals) with a tuple of outputs, got a "
@@ -70,7 +70,7 @@ def formula_block(
     name: str, formula: Callable[..., Any], vjp: Callable[..., Any] | None = None, *, alike: object = None
 ) -> Block:
     """A block of `formula(*inputs)`, one tensor or a tuple, whose VJP `vjp(*inputs, *cotangents)` needs its inputs
-    alone. `alike`: the value, perhaps of a user's own class, whose formula must return what is like its first input."""
+    alone. `alike`: the variant, perhaps a user's own, whose formula must return the shape of its first input."""
 
     def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
         outputs = formula(*inputs)
@@ -123,7 +123,7 @@ def differentiable(tensor: Tensor | None) -> bool:
 def distinct(outputs: Tensors, known: set[Tensor | None]) -> Tensors:
     """Outputs that are objects of their own: a repeated one, or one already known, becomes a view.
 
-    A block may return an input as it is; told apart by identity, the two would share one cotangent."""
+    A block may return an input as it is; as tensors are identified by object, the two would share one cotangent."""
     views: list[Tensor | None] = []
     met: set[Tensor | None] = set()
     for out in outputs:
@@ -137,7 +137,7 @@ def _autograd_vjp(block: Block, inputs: Tensors) -> tuple[Tensors, Callable[...,
     where = [at for at, value in enumerate(inputs) if differentiable(value)]
     if not where:
         return block.checked(block.forward(*inputs))[0], lambda *_: [None] * len(inputs)
-    layout: list[bool | None] = []  # of the outputs: None, or whether gradients flow to it
+    layout: list[bool | None] = []  # per output: None, or whether gradients flow to it
 
     def outputs_of(*varied: Tensor) -> tuple[Tensors, Tensors]:  # tuples: dicts cost torch.func a sort for each walk
         filled = list(inputs)
@@ -180,7 +180,7 @@ class Tape:
         print(tape)                      # one line per call
         tape.norms("layer 0")            # cotangent norms by label, after backward
 
-    Tensors are told apart by identity, which their hash is; a tape keeps what it recorded alive. Recording never copies
+    Tensors are distinguished by identity, as by their hash; a tape keeps what it recorded alive. Recording never copies
     and never touches `torch.autograd`, so every VJP is itself plain torch and can be differentiated again.
     """
 
@@ -188,9 +188,9 @@ class Tape:
         """`observe` keeps the norm of every cotangent during `backward`, for `norms`."""
         self.calls: list[Call] = []
         self.observe = observe
-        self._observed: list[tuple[str, str, Tensor]] = []  # label, block, and the norm of what reached its outputs
+        self._observed: list[tuple[str, str, Tensor]] = []  # label, block, norm of its outputs' cotangents
         self._known: set[Tensor | None] = set()
-        self._remembered: list[Made] = []  # of the checkpoints to come, the last one first
+        self._remembered: list[Made] = []  # results of the checkpoints to come, the last one first
 
     def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
         """Runs a block, records the call and returns its outputs."""
@@ -208,7 +208,7 @@ class Tape:
     def backward(self, outputs: Values, cotangents: Values, inputs: Values) -> Tensors:
         """Cotangents of `inputs` from cotangents of `outputs`; None where no gradient flows.
 
-        A cotangent has the shape of its tensor, or it is a `ShapeError`, and takes its dtype.
+        A cotangent must have the shape of its tensor, or `ShapeError` is raised; it is cast to its dtype.
         """
         self._observed = []
         return self._walk(reversed(self.calls), outputs, cotangents, inputs)
@@ -282,7 +282,7 @@ def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
     """A block that keeps only its inputs and tapes `program` again when it is pulled back.
 
     Memory falls from all intermediate values to those of one program at a time, for one more forward. `keep` is for
-    programs that are small enough to be taped at once: who will pull the block back then keeps everything.
+    programs that are small enough to be taped at once: a caller that will pull the block back then keeps everything.
     """
 
     def forward(*inputs: Tensor | None) -> tuple[Tensors, Tensors]:
@@ -305,9 +305,9 @@ def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
 
 
 class _Taped:
-    """A program that was taped while it ran; pulled back once, it lets go of its calls.
+    """A program that was taped while it ran; once pulled back, it releases its calls.
 
-    No tuple: to pytrees it is one leaf, because a walk tells tensors apart by identity."""
+    Not a tuple, so that it is one leaf to pytrees, because a walk distinguishes tensors by identity."""
 
     def __init__(self, tape: Tape, inputs: Tensors, outputs: Tensors) -> None:
         self.calls, self.inputs = tape.calls, inputs
@@ -330,14 +330,14 @@ def remembering(record: list[Made]) -> Run:
 def replay(
     tape: Tape, program: Program, inputs: Tensors, cotangents: Sequence[Tensor], remembered: Sequence[Made] = ()
 ) -> Tensors:
-    """Tapes a program and walks back, letting go of each call behind it.
+    """Tapes a program and walks back, releasing each call after it.
 
-    `remembered` is what the program's checkpoints have made, which then need not run.
+    `remembered` has the results of the program's checkpoints, which then need not run.
     """
     views = _variables(inputs)
     tape._remembered = list(reversed(remembered))
     outputs = [out for out in program(tape, *views) if out is not None]
-    tape._known.clear()  # which would hold on to what the calls let go of
+    tape._known.clear()  # otherwise it would keep alive what the calls release
     calls = (tape.calls.pop() for _ in range(len(tape.calls)))
     return tape._walk(calls, outputs, cotangents, views)
 

@@ -1,4 +1,4 @@
-"""Checks of a block: three opinions on its derivative, and its outputs whole, in pieces and token by token."""
+"""Checks: of a block's derivative against two others, and of a model's outputs whole, in pieces and token by token."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_vjp(
 
 
 class _Case(NamedTuple):
-    """A block run once: what it was given, what it returned, and the cotangents to pull back."""
+    """One run of a block: its inputs, its outputs, and cotangents to pull back."""
 
     tensors: list[Tensor | None]
     points: dict[int, Tensor]  # the inputs to differentiate by, by position
@@ -160,14 +160,15 @@ Model = Callable[..., tuple[Tensor, Any]]
 
 
 def check_streaming(model: Model, x: Tensor, *, tolerance: float | None = None) -> None:
-    """Holds a model's training, prefill and decoding to one another: `model(x, state) -> (y, state)`, state None at the
-    start. [STATE-STREAM-I1]
+    """Checks a model's training, prefill and decoding against one another: `model(x, state) -> (y, state)`, state None
+    at the start. [STATE-STREAM-I1]
 
         check_streaming(layer, torch.randn(2, 12, 64, dtype=torch.float64))
 
-    y of all of x is what training sees. It must be what comes of x in two pieces at every place, the second from the
-    state of the first, and token by token; a call must leave the state that it was given as it was, and twice the same
-    call must give the same. What the state lacks is found by this: all of it, the inputs of a convolution, a position.
+    y of the whole x is what training computes. It must equal the outputs of x in two pieces, cut at any place, the
+    second from the state of the first, and those token by token; a call must not change the state that it gets, and the
+    same call twice must return the same. This finds whatever is missing from the state: all of it, the inputs of a
+    convolution, a position.
 
     Args:
         model: a module or function; without dropout, such as in `eval()`.
@@ -176,7 +177,7 @@ def check_streaming(model: Model, x: Tensor, *, tolerance: float | None = None) 
             eps^(2/3) of y's dtype: 4e-11 in float64, 2e-5 in float32.
 
     Raises:
-        AssertionError: the first way of cutting x that gives something else, the token and the difference.
+        AssertionError: names the first way of cutting x that gives other outputs, the token and the difference.
         ConfigError: x too short to be cut.
     """
     if x.dim() < 2 or x.shape[1] < 3:

@@ -27,10 +27,11 @@ def check_feature_map(
 ) -> None:
     """Checks a feature map: draws, shapes, dtypes, heads, the VJP and every declared trait.
 
-    All of it with parameters per head and with one set for all heads, learned ones moved away from their initial
-    values, where gradients may vanish. Inputs are sampled at random, so kinks (where a map is not differentiable) have
-    probability zero; at x = 0 features and cotangents must be finite. `smooth=False` skips the second derivatives. Maps
-    that need positions are given ones spread over 0..positions - 1. Raises AssertionError naming what failed.
+    All checks run with parameters per head and with one set for all heads; learned ones are moved away from their
+    initial values, where gradients may vanish. Inputs are sampled at random, so kinks (where a map is not
+    differentiable) have probability zero; at x = 0 features and cotangents must be finite. `smooth=False` skips the
+    second derivatives. Maps that need positions get some spread over 0..positions - 1. Raises AssertionError naming
+    what failed.
     """
     generator = generator or torch.Generator().manual_seed(0)
     name = f"phi.{feature_map.kind}"
@@ -194,7 +195,7 @@ def _check_traits(
             require(largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}")
         if declared.componentwise:
             swapped = feature_map(x.flip(-1), params)
-            others = feature_map(torch.cat([x[..., :1], x[..., 1:].roll(1, 0)], -1), params)  # but for the first
+            others = feature_map(torch.cat([x[..., :1], x[..., 1:].roll(1, 0)], -1), params)  # all but the first
             same = f.shape == x.shape and bool((swapped.flip(-1) == f).all() and (others[..., 0] == f[..., 0]).all())
             require(same, f"{name}: not componentwise")
         if declared.rising != "none":
@@ -223,7 +224,7 @@ def _check_traits(
 
 
 def _check_decodes(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
-    """Half of the inputs say how features tell x back by a linear map and a constant, the others whether they do."""
+    """Fits a linear map with a constant from features to x on half of the inputs, and checks it on the others."""
     features = torch.cat([feature_map(x, params), torch.ones_like(x[..., :1])], -1)
     (known, other), (x, wanted) = (item.transpose(0, 1).chunk(2, 1) for item in (features, x))
     decoded = other @ torch.linalg.lstsq(known, x).solution

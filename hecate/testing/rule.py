@@ -19,7 +19,7 @@ from hecate.formula.printer import Text, printed
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Structure
-from hecate.tape import several
+from hecate.tape import Block, several
 from hecate.tape.ops import over
 from hecate.testing.block import SIGNAL_FLOOR, check_vjp, close, require
 
@@ -70,7 +70,7 @@ def check_knobs(
         return 0.2 + 0.7 * torch.rand(*shape, dtype=torch.float64, generator=generator)
 
     def check(block: Any, *inputs: Tensor, shape: torch.Size | None = None) -> None:
-        """Derivatives of a block, that no memory sees another, and the shape of its output."""
+        """Checks a block's derivatives, that memories do not affect one another, and the shape of its output."""
         alone, _ = block.apply(tuple(item[:1] for item in inputs))
         for one, beside in zip(alone, block.apply(inputs)[0], strict=True):
             if shape is not None:
@@ -89,7 +89,7 @@ def check_knobs(
     _check_structure(config, memory, p, u)
 
     def slots_of(weight: Tensor) -> list[Tensor]:
-        """Slots as writes leave them: not every tensor is one (a mean of squares is >= 0)."""
+        """Slots after two writes: not every tensor is a valid slot (a mean of squares is >= 0)."""
         sizes = config.algorithm.slot_shapes(tuple(weight.shape[1:])).values()
         slots: list[Any] = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
         for _ in range(2):
@@ -100,6 +100,8 @@ def check_knobs(
     shape = memory[0].shape
     inputs = (draw(*shape), gate(n), gate(n), *slots_of(memory[0]))
     check(config.algorithm.block(), *inputs)
+    if not config.algorithm.uses_momentum:
+        _check_unread(config.algorithm.block(), inputs, "momentum")
     _check_algorithm(config.algorithm, *inputs)
     gates = [gate(n)]
     if config.retention.uses_retain and config.structure.linear:
@@ -108,11 +110,20 @@ def check_knobs(
     slots = [slot for weight in memory for slot in slots_of(weight)]
     for retain in gates:
         check(config.retention.block(), start(draw(*shape)), draw(*shape), retain, shape=shape)
+        if not config.retention.uses_retain:
+            _check_unread(config.retention.block(), (start(draw(*shape)), draw(*shape), retain), "retain")
         moved = config.retention.step(start(draw(*shape)), draw(*shape), retain)
         check(config.retention.weights_block(), moved, shape=shape)
         states = [start(draw(*weight.shape)) for weight in memory]
         check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *states, *slots)
         _check_retention(config, draw(*shape), draw(*shape), retain)
+
+
+def _check_unread(block: Block, inputs: tuple[Tensor, ...], gate: str) -> None:
+    """Moves the gate that a variant does not say that it takes, the third of its inputs."""
+    before, after = (block.apply((*inputs[:2], scale * inputs[2], *inputs[3:]))[0] for scale in (1.0, 0.5))
+    same = all(torch.equal(*pair) for pair in zip(several(before), several(after), strict=True))
+    require(same, f"{block.name}: it reads the {gate} gate, which it does not declare; set uses_{gate} = True")
 
 
 def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor) -> None:
@@ -127,6 +138,10 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
     lhs = (bias.grad_jvp(pred, target, way) * other).sum(-1)
     rhs = (bias.grad_jvp(pred, target, other) * way).sum(-1)
     close(f"{name}: the Hessian is not symmetric", lhs, rhs)
+    if bias.linear:
+        one, zero = torch.ones_like(pred), torch.zeros_like(pred)
+        a, b = bias.grad(one, zero)[..., :1], bias.grad(zero, one)[..., :1]
+        close(f"{name}: declared linear, grad against a pred + b v", bias.grad(pred, target), a * pred + b * target)
     if bias.curvature is not None:
         most = (bias.grad_jvp(pred, target, way) * way).sum(-1) / way.square().sum(-1)
         within = bool((most <= bias.curvature + 1e-12).all())
@@ -138,7 +153,7 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
 
 
 def torch_names(dtype: torch.dtype) -> dict[str, Any]:
-    """The names of a text as torch runs it."""
+    """Torch's functions for the names in a text."""
 
     def where(condition: Tensor, x: Any, y: Any) -> Tensor:
         x, y = (item if isinstance(item, Tensor) else torch.tensor(item, dtype=dtype) for item in (x, y))
@@ -153,7 +168,7 @@ def torch_names(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def in_torch(text: Text, dtype: torch.dtype, width: int, height: int = 1) -> Callable[..., Any]:
-    """A text as torch runs it, of tensors and the numbers c."""
+    """A text as a function of tensors and the numbers c, run by torch."""
     names = torch_names(dtype) | {"N": float(width), "M": float(height)}
     exec(compile(text.source, f"<formula {text.name}>", "exec"), names)
     return names[text.name]

@@ -1,5 +1,5 @@
-"""Catalogue of all there is to choose from: every family's variants, the named rules and the presets, their settings as
-people look them up; and of what runs on this machine, with kernels compiled ahead of their first use."""
+"""Catalogue of all variants, named rules and presets, with their settings; and of this machine: versions, missing
+extras, the engines and kernels that run here, and compiling kernels before their first use."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ EXTRAS = {
     "serve": ("hecate serve", ("starlette", "uvicorn")),
     "track": ("loggers beside metrics.jsonl", ("tensorboard", "wandb", "trackio")),
 }  # fmt: skip
-"""Extras, what each is for, and the modules that it brings."""
+"""Extras: the purpose of each, and the modules that it installs."""
 
 LENGTH = 1024
-"""Tokens of the sequence that engines are chosen for: not a step."""
+"""Length of the sequence for which tables choose engines: many tokens, unlike a decoding step."""
 
 VARIANTS: dict[str, type[Variant]] = {
     "phi": phi.FeatureMap,
@@ -71,13 +71,13 @@ _PRINTED: dict[type, Callable[[Any], Any]] = {
     retention.Retention: formula.retention_formula,
     phi.FeatureMap: formula.map_formula,
 }
-_FAST = (algorithm.Algorithm, structure.Structure)  # families whose variants an engine takes by what they declare
+_FAST = (algorithm.Algorithm, structure.Structure)  # families whose variants engines accept by their declared traits
 _TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
 
 
 def catalogue(family: str | None = None) -> Table:
-    """Header and rows of one family, or the families themselves. [TRAIN-LIST-D1]"""
+    """Header and rows of the table of one family, or of all families. [TRAIN-LIST-D1]"""
     if family is None:
         kinds = {name: list(root.variants()) for name, root in VARIANTS.items()}
         named = {**kinds, "engines": list(Engine.registry), "rules": list(RULES), "presets": compose.folded_presets()}
@@ -95,7 +95,7 @@ def variant_rows(root: type[Variant]) -> Table:
     """Kind, formula, traits, gradient status and paper of every variant."""
     rows = []
     for kind, variant in root.variants().items():
-        # Families without derivatives of their own have no such columns.
+        # Families without derivatives have neither a traits nor a gradient column.
         derivative = "hand-written" if variant.hand_written() else "torch.func"
         cells = [_traits(variant), derivative] if root._derivatives else []
         cells += [_kernel(variant)] if root in _PRINTED else [_exact(variant)] if root in _FAST else []
@@ -105,10 +105,10 @@ def variant_rows(root: type[Variant]) -> Table:
 
 
 def formula_text(text: str, family: str = "bias") -> str:
-    """The printed functions of a bias, a retention, an algorithm or a componentwise phi, given as a kind or a mapping,
-    and the numbers c that they take. [ENG-FORMULA-D3]
+    """The functions that kernels are printed from, for a bias, a retention, an algorithm or a componentwise phi, given
+    as a kind or a mapping; each with its constants c. [ENG-FORMULA-D3]
 
-    Raises Unprintable, which says why there are none."""
+    Raises Unprintable, with the reason, if there are none."""
     families = ("bias", "retention", "algorithm", "phi")
     if family not in families:
         raise ConfigError(f"formulas are printed of a bias, a retention, an algorithm or a phi, not of {family!r}")
@@ -132,13 +132,13 @@ def formula_text(text: str, family: str = "bias") -> str:
 
 
 def _kernel(variant: Any) -> str:
-    """Kernels of a variant at its default settings: printed ones, or the token loop and why."""
+    """Kernels of a variant at its default settings: printed ones, or the token loop and the reason."""
     try:
-        # At its defaults: whether a formula prints may hang on settings.
+        # At its defaults: whether a formula can be printed may depend on settings.
         form: Any = _PRINTED[variant._family_type](variant())
     except ConfigError:
         return "depends on its settings"
-    if issubclass(variant, phi.FeatureMap):  # ahead of a memory features are made in torch
+    if issubclass(variant, phi.FeatureMap):  # memories compute features in torch
         return f"torch: {form}" if isinstance(form, str) else "printed, in optimisers"
     if isinstance(form, str):
         return f"token loop: {form}"
@@ -148,7 +148,7 @@ def _kernel(variant: Any) -> str:
 
 
 def _exact(variant: Any) -> str:
-    """Engines beside the token loop that take a memory which is otherwise the delta rule, or why no kernel does."""
+    """Engines other than the token loop that run the default config with this variant, or why no kernel does."""
     try:
         config = MemoryConfig.model_validate({variant._family_type.__name__.lower(): variant()})
     except ConfigError:
@@ -165,12 +165,12 @@ def _section(pattern: re.Pattern[str], variant: type[Variant]) -> str:
 
 
 def _traits(variant: Any) -> str:
-    """Declared traits at the default settings, or which settings they wait for; what the docstring says where a family
-    declares none."""
+    """Declared traits of a phi at its default settings, or the settings that they depend on; for other families the
+    section `Traits:` of the docstring."""
     if not issubclass(variant, phi.FeatureMap):
         return _section(_TRAITS, variant)
     required = {name: field.annotation for name, field in variant.model_fields.items() if field.is_required()}
-    try:  # the smallest value that each of them accepts
+    try:  # with the smallest value that each required field accepts
         example = variant(**{n: 2 if kind is int else 1.0 if kind is float else "elu" for n, kind in required.items()})
         declared = example.traits()._asdict().items()
     except ConfigError:
@@ -190,7 +190,7 @@ def _rules() -> Table:
 
 
 def _other_settings(config: MemoryConfig) -> list[str]:
-    """The fields beside the four knobs that are not at their default, as `--set` takes them."""
+    """The fields other than the four knobs that are not at their default, in the form of `--set`."""
     plain, fields = MemoryConfig(), []
     for name in type(config).model_fields:
         value = getattr(config, name)
@@ -222,11 +222,11 @@ FAMILIES: dict[str, Callable[[], Table]] = {
     "rules": _rules,
     "presets": _presets,
 }
-"""Functions that make the table of each family."""
+"""The function that makes each family's table."""
 
 
 def machine() -> Table:
-    """Versions, threads and devices."""
+    """Table of versions, threads and devices."""
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     packages = [[name, version] for name, version in versions(PACKAGES).items()]
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
@@ -236,10 +236,10 @@ def machine() -> Table:
 
 
 def missing() -> Table:
-    """Extras of which a package is not installed here: what each is for, and the line that installs it."""
+    """Table of the extras with a missing package: the purpose of each, and the line that installs it."""
     rows = []
     for extra, (purpose, modules) in EXTRAS.items():
-        # Looked for and not imported: some take seconds, or a device.
+        # Found without importing: some imports take seconds, or need a device.
         absent = [name for name in modules if find_spec(name) is None]
         if absent:
             rows.append([extra, purpose, ", ".join(absent), install_line(extra)])
@@ -247,13 +247,14 @@ def missing() -> Table:
 
 
 def engines() -> Table:
-    """Numbers of named rules that each engine runs on each device and `auto` takes it for, or why it runs none."""
+    """Table of the number of named rules that each engine runs on each device, and for how many `auto` chooses it; or
+    why it runs none."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     calls = {on: [Plan.sketch(config, length=LENGTH, device=on) for config, *_ in RULES.values()] for on in devices}
     chosen = {on: [choose(call).name for call in asked] for on, asked in calls.items()}
 
     def of(engine: Engine, on: str) -> str:
-        # Of a sketch, without tensors: nothing is allocated to find out.
+        # A sketch has no tensors, so that nothing is allocated.
         said = [engine.unable(call) for call in calls[on] if engine.excludes(call.config) is None]
         if None in said:
             return f"runs {said.count(None)} of {len(RULES)} rules, auto takes it for {chosen[on].count(engine.name)}"
@@ -264,7 +265,8 @@ def engines() -> Table:
 
 
 def kernels() -> Table:
-    """Kernels for a GPU that were tried on this machine, and which are not used and why. [TRAIN-DOCTOR-D2]"""
+    """Table of the GPU kernels that were tested on this machine: passed, or the reason why not used.
+    [TRAIN-DOCTOR-D2]"""
 
     def shown(facts: dict[str, Any]) -> list[str]:
         rule = ", ".join(f"{name}={setting}" for name, setting in facts.get("rule", {}).items()) or "MemoryConfig()"
@@ -276,15 +278,15 @@ def kernels() -> Table:
 
 
 def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
-    """Runs models of a rule forward and backward and for a token, so that what they compile is kept on disk: the engine
-    and seconds of each.
+    """Runs a small model of each rule forward, backward and for one token, so that the kernels they compile are on
+    disk; yields the rule with its engine, and the seconds it took.
 
     Args:
-        rules: named rules; all of them if there are none.
-        width: of a head. Kernels for small states are compiled for their width.
+        rules: named rules; all of them if empty.
+        width: width of a head. Kernels for small states are compiled for each width.
 
     Raises:
-        ConfigError: For a name that no rule has.
+        ConfigError: for an unknown rule.
     """
     names = list(rules) or list(RULES)
     for name in names:
@@ -292,7 +294,7 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
     for name in names:
         start = time.perf_counter()
         config = MemoryConfig.model_validate(name)
-        # The least model that takes the layer's own way to the kernels, forward, backward and for a token.
+        # The smallest model whose layer calls the same kernels, forward, backward and for one token.
         model = LanguageModel({"vocab_size": 2, "d_model": width, "layers": 1, "heads": 1, "memory": name})
         tokens = torch.randint(2, (16, 64), generator=torch.Generator().manual_seed(0))
         logits, state = model(tokens)
@@ -316,7 +318,7 @@ PATHS = {
 
 def field_rows(schema: Mapping[str, Any]) -> list[list[str]]:
     """Name, accepted values, default and meaning of every field of an object in the JSON schema."""
-    # A field without a text of its own has that of its class.
+    # A field without its own description has that of its class.
     about = str(schema.get("description", "")).split("\n\n")[0].split()
     rows = []
     for name, field in schema.get("properties", {}).items():
@@ -383,8 +385,8 @@ def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:
 
 
 def starter(source: str | Path = "quickstart", target: str = "my.yaml") -> str:
-    """A commented YAML file with every setting: those of a preset or file as it writes them, the others behind a #,
-    with the value that they have there. [TRAIN-START-D1]"""
+    """A commented YAML file with every setting: those that a preset or file sets, as it writes them; the others
+    commented out, with the values they have by default. [TRAIN-START-D1]"""
     config, written = load_experiment(source), compose.raw_settings(source)
     source, target = (printable(str(name), MESSAGE) for name in (source, target))  # on one line
     lines = [
@@ -406,7 +408,7 @@ def starter(source: str | Path = "quickstart", target: str = "my.yaml") -> str:
 def _entry(
     owner: type[BaseModel], name: str, value: Any, written: Mapping[str, Any], pad: str, *, unset: bool = False
 ) -> list[str]:
-    """A setting's lines: its meaning, and its value, behind a # where the source is silent."""
+    """A setting's lines: its meaning as a comment, and its value, commented out if the source does not set it."""
     about = textwrap.wrap(" ".join(str(_descriptions(owner).get(name, "")).split()), 110)
     lines = [f"{pad}# {line}" for line in about]
     if name not in written:

@@ -1,11 +1,11 @@
-"""Checkpoints: a folder per step with safetensors and a JSON manifest, complete or absent.
+"""Checkpoints: a folder per step with safetensors files and a JSON manifest, complete or absent.
 
-A checkpoint is written to a temporary folder, forced to disk and renamed to a name that is free; only then is anything
-older deleted. So a process killed at any instant leaves the newest complete one. Its manifest is a strict document with
-a digest over all of it. Nothing is pickled, neither written nor read.
+A checkpoint is written to a temporary folder, forced to disk and renamed to a free name; only then are older ones
+deleted. So whenever a process is killed, the newest complete checkpoint remains. The manifest is validated strictly and
+has a digest of its whole content. Nothing is pickled or unpickled.
 
-One process writes version 1, with all tensors in one file; many write version 2 (`hecate.train.sharded`), with files
-that hold parts of them. One process reads both.
+One process writes version 1, with all tensors in one file; several processes write version 2 (`hecate.train.sharded`),
+whose files hold parts of tensors. A single process can read both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hecate.variant import Config, Conflicts, read_json
 
 FORMAT = "hecate-checkpoint"
 VERSION, SHARDED = 1, 2
-"""Versions of what one process writes, and of what many write."""
+"""Format versions of checkpoints written by one process and by several."""
 
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 # Version 0.1 renamed a checkpoint to `.tmp-old-...` while it wrote the step again.
@@ -45,7 +45,7 @@ _NAME = re.compile(r"(\.tmp-old-)?step_(\d{8,})(?:-(\d+))?")
 
 
 MAX_AXES, MAX_BYTES = 64, 1 << 28
-"""Axes of a tensor, as torch has them at most; bytes of a manifest."""
+"""Largest number of axes of a tensor, which is torch's, and of bytes of a manifest."""
 Extents = Annotated[tuple[Annotated[Count, Field(ge=0)], ...], Field(max_length=MAX_AXES)]
 
 
@@ -61,7 +61,8 @@ class Checkpoint(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A checkpoint as it is to be written: tensors on the CPU that share no storage, and names that are one of them."""
+    """A checkpoint ready to be written: tensors on the CPU that share no storage, and aliases, further names of
+    these."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -70,7 +71,7 @@ class Staged(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A checkpoint that was passed over, and why."""
+    """A checkpoint that was skipped, and why."""
 
     path: Path
     reason: str
@@ -100,16 +101,16 @@ class Piece(Config):
 
 
 class Spread(Config):
-    """Expected dtype, shape and blocks of a tensor stored in blocks; each of its numbers lies in one of them."""
+    """Expected dtype, shape and blocks of a tensor stored in blocks; each element is in exactly one of them."""
 
     dtype: str
     shape: Extents
     pieces: tuple[Piece, ...]
 
     def conflicts(self) -> Conflicts:
-        """Blocks that leave a number out, or have it twice."""
+        """Blocks that leave out an element, or have one twice."""
         boxes = [list(zip(p.offset, p.shape, strict=False)) for p in self.pieces]
-        if math.prod(max(n, 1) for n in self.shape) > MAX_COUNT:  # which torch cannot even make empty
+        if math.prod(max(n, 1) for n in self.shape) > MAX_COUNT:  # torch cannot make such a tensor, even on meta
             yield ("shape",), f"must be of at most {MAX_COUNT:,} numbers"
         ranks = {len(self.shape), *(len(x) for p in self.pieces for x in (p.offset, p.shape))}
         if len(ranks) > 1 or not tiles([box for box in boxes if all(length for _, length in box)], self.shape):
@@ -117,7 +118,7 @@ class Spread(Config):
 
 
 class Manifest(Config):
-    """Step, plain facts, names of tensors that share memory with a stored one, stored tensors."""
+    """Step, plain facts, aliases (names of tensors that share memory with a stored one), stored tensors."""
 
     step: int = Field(ge=0)
     facts: dict[str, Any]
@@ -125,7 +126,7 @@ class Manifest(Config):
     tensors: dict[str, Any]
 
     def conflicts(self) -> Conflicts:
-        """Aliases of what is not stored, another step, and metrics that are no numbers."""
+        """Aliases of tensors that are not stored, facts of another step, and metrics that are not finite numbers."""
         for name, base in self.aliases.items():
             if name in self.tensors or base not in self.tensors:
                 yield ("aliases", name), f"must name a stored tensor, got {base!r}"
@@ -141,19 +142,19 @@ class Manifest(Config):
 
 
 class Content(Manifest):
-    """Of a checkpoint that one process wrote, into one file."""
+    """Manifest of a checkpoint that one process wrote, in one file."""
 
     tensors: dict[str, Summary]
 
 
 class ShardedContent(Manifest):
-    """Of a checkpoint that many processes wrote, and its files."""
+    """Manifest of a checkpoint that several processes wrote, with its files."""
 
     files: dict[Annotated[str, Field(pattern=_FILE)], StoredFile]
     tensors: dict[str, Spread]
 
     def conflicts(self) -> Conflicts:
-        """As of any, and blocks in files that are not listed or too small."""
+        """Conflicts of any manifest, and blocks in files that are not listed or too small."""
         yield from super().conflicts()
         claimed = Counter[str]()
         for name, spread in self.tensors.items():
@@ -169,20 +170,20 @@ class ShardedContent(Manifest):
 
 
 def _itemsize(dtype: str) -> int:
-    """Bytes of a number; of a dtype that there is not one."""
+    """Bytes per element; 1 for an unknown dtype."""
     kind = getattr(torch, dtype, None)
     return kind.itemsize if isinstance(kind, torch.dtype) else 1
 
 
 def tiles(boxes: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> bool:
-    """True if boxes, of (offset, length) along each dimension, cover a shape without gap or overlap, cut along one
-    dimension after the other."""
+    """True if boxes, given as (offset, length) along each dimension, cover a shape without gap or overlap, and result
+    from cutting it along the first dimension, each slab along the second, and so on."""
     if 0 in shape:
         return not boxes
     if not shape:
         return len(boxes) == 1
     end = 0
-    # Slabs along the first axis, each of which has to be tiled in turn.
+    # Slabs along the first axis; each of them has to be tiled along the others.
     for (offset, length), group in groupby(sorted(boxes), key=lambda box: box[0]):
         if offset != end or not tiles([box[1:] for box in group], shape[1:]):
             return False
@@ -193,20 +194,20 @@ def tiles(boxes: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> bool:
 def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
     """Writes `folder/step_XXXXXXXX` atomically and durably. [CKPT-WRITE-D1]
 
-    A step that is there already is written beside it, as `step_XXXXXXXX-2`, which takes the name once the older one is
-    deleted. Tensors that share storage (tied weights) are stored once and listed as aliases.
+    If a checkpoint of that step exists, the new one is written beside it as `step_XXXXXXXX-2`, and renamed once the
+    older one is deleted. Tensors that share storage (tied weights) are stored once and listed as aliases.
     """
     return write_checkpoint(folder, staged(step, checkpoint))
 
 
 def staged(step: int, checkpoint: Checkpoint) -> Staged:
-    """A checkpoint whose tensors are copied as they stand now."""
+    """A checkpoint with copies of the tensors' present values."""
     aliases = aliases_of(checkpoint.tensors)
     return Staged(step, copies(checkpoint.tensors, aliases), aliases, checkpoint.facts)
 
 
 def write_checkpoint(folder: Path, checkpoint: Staged) -> Path:
-    """Writes the checkpoint of `save_checkpoint`."""
+    """Writes a staged checkpoint as `save_checkpoint` does."""
     summaries = {name: summary(tensor) for name, tensor in checkpoint.tensors.items()}
     manifest = manifest_text(VERSION, **checkpoint._asdict() | {"tensors": summaries})
     with publishing(folder, checkpoint.step) as (temporary, target):
@@ -217,15 +218,15 @@ def write_checkpoint(folder: Path, checkpoint: Staged) -> Path:
 
 @contextmanager
 def publishing(folder: Path, step: int) -> Iterator[tuple[Path, Path]]:
-    """A temporary folder to fill with the checkpoint of a step, which is published as the second path."""
+    """Context with a temporary folder to fill with a step's checkpoint, and the path under which it is published."""
     target = folder / f"step_{step:08d}"
     with files.refusing(f"write checkpoint {target}", "choose another --out (earlier checkpoints are intact)"):
         files.make_folder(folder)
-        # The same step again, as after a resume: the new one first stands beside the old under another name.
+        # If the step exists already, as after a resume, the new checkpoint is first published under another name.
         older = [path for path in checkpoints(folder) if _age(path)[0] == step]
         last = max((edition for _, published, edition in map(_age, older) if published), default=0)
         fresh = folder / f"{target.name}-{last + 1}" if last else target
-        # Filled, forced to disk and renamed by `new_folder`; from then on it is the newest.
+        # `new_folder` forces it to disk and renames it; from then on it is the newest checkpoint.
         with files.new_folder(fresh) as temporary:
             yield temporary, target
         for path in older:
@@ -236,7 +237,7 @@ def publishing(folder: Path, step: int) -> Iterator[tuple[Path, Path]]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """A new safetensors file, with the mode of any other; safetensors itself makes them private. Raises OSError."""
+    """Writes a new safetensors file with the usual mode; safetensors itself makes its files private. Raises OSError."""
     file.touch()
     mode = file.stat().st_mode
     with files.by_library():
@@ -245,7 +246,7 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint, of one process or of many, after verifying every hash. [CKPT-READ-D1]"""
+    """Reads a checkpoint of one or several processes, and verifies every hash. [CKPT-READ-D1]"""
     content = read_manifest(path)
     check_name(path, content.step)
     if isinstance(content, ShardedContent):
@@ -259,16 +260,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_name(path: Path, step: int) -> None:
-    """A checkpoint's folder is named after its step."""
+    """Refuses a checkpoint whose folder is named after another step."""
     if _NAME.fullmatch(path.name) and _age(path)[0] != step:
         raise bad(path / MANIFEST, f"is of step {step}")
 
 
 def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of version 1, or a share of them, each verified when it is its turn."""
+    """The tensors of version 1, or a share of them, each verified as it is yielded."""
     file = path / TENSORS
     with _open_tensors(file) as opened:
-        # An order of names, so that the ranks' shares are the same whatever the file's.
+        # Sorted by name, so that all ranks cut the same shares.
         names = sorted(opened.keys())
         if odd := sorted(set(names) ^ set(content.tensors)):
             raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
@@ -281,14 +282,14 @@ def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[
 
 
 def check_listed(path: Path, content: Content | ShardedContent) -> None:
-    """The safetensors files of a checkpoint are those of its manifest: DCP reads whatever it finds."""
+    """Refuses a checkpoint whose safetensors files are not those of its manifest: DCP would read any it finds."""
     listed = set(content.files) if isinstance(content, ShardedContent) else {TENSORS}
     for name in sorted(listed ^ {file.name for file in path.glob("*.safetensors")}):
         raise bad(path / name, "is missing" if name in listed else "is not of this checkpoint: no manifest lists it")
 
 
 def check_files(path: Path, content: ShardedContent, names: Iterable[str]) -> None:
-    """Refuses files of a sharded checkpoint that are not what was written."""
+    """Refuses files of a sharded checkpoint that are not as they were written."""
     for name in names:
         refuse_link(path / name)
         try:
@@ -313,17 +314,17 @@ def describe_file(file: Path) -> StoredFile:
 
 
 def _join_blocks(path: Path, content: ShardedContent) -> dict[str, Tensor]:
-    """The tensors of version 2, put together from verified files."""
+    """The tensors of version 2, assembled from verified files."""
     blocks: dict[str, dict[str, Piece]] = {file: {} for file in content.files}
     for name, spread in content.tensors.items():
         for piece in spread.pieces:
             blocks[piece.file][name] = piece
-    for file, listed in blocks.items():  # before anything of the manifest's sizes is made
+    for file, listed in blocks.items():  # before anything of the sizes in the manifest is allocated
         with _open_tensors(path / file) as opened:
             shapes = {(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}
         for name, _ in sorted(shapes ^ {(name, piece.shape) for name, piece in listed.items()}):
             raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
-    # By now files have what the manifest says; whether there is room is another question.
+    # The files agree with the manifest; next, whether the tensors fit into memory.
     sizes = [_itemsize(item.dtype) * math.prod(item.shape) for item in content.tensors.values()]
     check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)
     stored = {name: torch.empty(x.shape, dtype=dtype_of(path, name, x)) for name, x in content.tensors.items()}
@@ -363,7 +364,7 @@ def named(dtype: torch.dtype) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first; unfinished ones are not among them."""
+    """Checkpoint folders, oldest first, without unfinished ones."""
     refuse_link(folder)
     with files.refusing(f"read the checkpoints in {folder}", "see what is there"):
         paths = list(folder.iterdir()) if folder.exists() else []
@@ -381,7 +382,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
 def newest_of(
     folder: Path, listed: Callable[[], list[Path]], load: Callable[[Path], Checkpoint]
 ) -> tuple[Path, Checkpoint, list[Skipped]] | None:
-    """As `newest_checkpoint`, of those that are listed, as they are loaded."""
+    """As `newest_checkpoint`, with functions that list and load checkpoints."""
     skipped, paths = list[Skipped](), listed()
     for path in reversed(paths):
         try:
@@ -390,7 +391,7 @@ def newest_of(
             raise
         except CheckpointError as error:
             skipped.append(Skipped(path, str(error)))
-    if listed() != paths:  # a run that goes on has replaced them since
+    if listed() != paths:  # a running process has replaced them meanwhile
         return newest_of(folder, listed, load)
     if skipped:
         reasons = "; ".join(item.reason for item in skipped)
@@ -401,7 +402,7 @@ def newest_of(
 def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", *, upto: int | None = None) -> None:
     """Deletes all but the `keep` newest and the one lowest in `better`. [CKPT-PRUNE-D1]
 
-    Those that cannot be read, or are later than the step `upto`, neither count nor go.
+    Those that cannot be read, or are later than the step `upto`, are neither counted nor deleted.
     """
     if keep < 1:
         raise ConfigError(f"at least one checkpoint must be kept, got keep={keep}")
@@ -416,14 +417,14 @@ def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", 
 
 
 def best_checkpoint(folder: Path, better: str = "validation_loss") -> Path | None:
-    """The readable checkpoint whose fact `better` is lowest, the newest of equals."""
+    """The readable checkpoint with the lowest metric `better`, the newest of equals."""
     scored = [(content.facts.get("metrics", {}).get(better), path) for path, content in _readable(folder).items()]
     known = [(value, path) for value, path in scored if value is not None]
     return min(reversed(known), key=lambda item: item[0])[1] if known else None
 
 
 def read_manifest(folder: Path) -> Content | ShardedContent:
-    """The verified content of a checkpoint's manifest, without reading the tensors."""
+    """The verified content of a checkpoint's manifest; tensors are not read."""
     for path in (folder, folder / MANIFEST, folder / TENSORS):
         refuse_link(path)
         if path != folder and path.exists() and not path.is_file():
@@ -452,7 +453,7 @@ def read_manifest(folder: Path) -> Content | ShardedContent:
         raise bad(file, f"has an unknown field {odd[0]!r}")
     try:
         same = isinstance(content, dict) and document.get("digest") == _digest(content)
-    except ValueError:  # a number beyond all floats
+    except ValueError:  # a number that is not finite
         same = False
     if not same:
         raise bad(file, "is damaged: its digest does not match")
@@ -463,7 +464,7 @@ def read_manifest(folder: Path) -> Content | ShardedContent:
 
 
 def summary(tensor: Tensor) -> dict[str, Any]:
-    """The facts of a `Summary`."""
+    """The fields of a tensor's `Summary`."""
     raw = tensor.reshape(-1).contiguous().view(torch.uint8).numpy()
     return {"dtype": named(tensor.dtype), "shape": list(tensor.shape), "sha256": hashlib.sha256(raw.data).hexdigest()}
 
@@ -496,14 +497,14 @@ def _readable(folder: Path) -> dict[Path, Content | ShardedContent]:
 
 
 def _age(path: Path) -> tuple[int, bool, int]:
-    """Step, whether it was published, edition: a step may be written again, as `step_00000012-2`."""
+    """Sort key: step, whether it was published, and edition, such as 2 for `step_00000012-2`."""
     match = _NAME.fullmatch(path.name)
     retired, step, edition = match.groups() if match else (None, "0", None)
     return int(step), retired is None, int(edition or 1)
 
 
 def refuse_link(path: Path) -> None:
-    """A link may lead out of the run: to a file of others, or one that changes."""
+    """Refuses a link, which may lead out of the run: to somebody else's file, or one that changes."""
     if path.is_symlink():
         raise CheckpointError(
             f"{path} is a symbolic link, which may lead out of the run; put what it points to in its place"
@@ -516,12 +517,12 @@ def bad(file: Path, reason: str) -> CheckpointError:
 
 
 def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tensors that are another one in memory, which is stored."""
+    """Aliases among tensors: names of tensors that are the same in memory as an earlier one, and its name."""
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         value = local(tensor.detach())
-        # Tied weights are one tensor here; other views of a storage are copied.
+        # Only tensors that are the same in every respect, such as tied weights, are aliases; other views are copied.
         identity = (value.data_ptr(), tuple(tensor.shape), value.stride(), value.dtype, value.device)
         if value.numel() and (base := first.setdefault(identity, name)) != name:
             aliases[name] = base
@@ -529,7 +530,7 @@ def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def copies(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Copies of tensors to store, as they stand now, on the CPU: a `DTensor` stays one, with this process's part."""
+    """Copies on the CPU of the tensors to store, without aliases; a `DTensor` stays one, with this process's part."""
     stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}
-    # Views of one storage that differ in shape are copied, too: safetensors refuses shared memory.
+    # Different views of one storage become separate copies: safetensors refuses shared memory.
     return {k: v.to("cpu", copy=True, memory_format=torch.contiguous_format) for k, v in stored.items()}

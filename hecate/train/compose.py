@@ -1,4 +1,4 @@
-"""From a file or preset, what it extends and `--set` texts, to an `ExperimentConfig`."""
+"""Composition of an `ExperimentConfig` from a file or preset, the files that it extends, and `--set` overrides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hecate.variant import Config
 MAX_EXTENDS = 8
 BY_RULE = ("mqar", "quickstart")
 RECALL_CHUNK = 8
-"""Longest chunk of `mqar-RULE`: a commit per chunk can be recalled in later chunks alone."""
+"""Longest chunk of `mqar-RULE`: what is committed per chunk can only be recalled in later chunks."""
 _FOLDER = Path(__file__).resolve().parent.parent / "presets"
 _FILES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
 BACKBONES = {path.stem: path for path in sorted((_FOLDER / "backbones").glob("*.yaml"))}
@@ -30,15 +30,15 @@ _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d{1,9}\])*")
 
 
 def presets() -> list[str]:
-    """Names of the presets that ship with hecate; those of `BY_RULE` also as `PRESET-RULE`, with the rule's own
-    settings but for chunks longer than `RECALL_CHUNK` in `mqar-RULE`; those of `BY_BACKBONE` also as `PRESET-BACKBONE`,
-    with other blocks."""
+    """Names of the presets that ship with hecate. Those of `BY_RULE` also exist as `PRESET-RULE`, with the rule's own
+    settings (`mqar-RULE` limits chunks to `RECALL_CHUNK`); those of `BY_BACKBONE` also as `PRESET-BACKBONE`, with other
+    blocks."""
     built = [(name, part) for names, parts in _BUILT for name in names for part in parts]
     return [*_FILES, *(f"{name}-{part}" for name, part in built)]
 
 
 def folded_presets() -> list[str]:
-    """`presets` in short: those of every rule as PRESET-RULE, of backbones as PRESET-BACKBONE."""
+    """`presets` in short: variants by rule as PRESET-RULE, by backbone as lm-SIZE-BACKBONE."""
     return [*_FILES, *(f"{name}-RULE" for name in BY_RULE), "lm-SIZE-BACKBONE"]
 
 
@@ -57,14 +57,14 @@ def preset_about(name: str, files: Mapping[str, Path] = _FILES) -> str:
 def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """The experiment of a preset name or YAML file with `a.b.c=value` overrides. [TRAIN-COMPOSE-D1]
 
-    Every problem is reported with the path of the setting and the line, or the `--set`, that wrote it.
+    Every problem is reported with the path of the setting, and the line or the `--set` that set it.
     """
     if not isinstance(source, str | Path):
         cure = "ExperimentConfig.model_validate takes the settings themselves"
         raise ConfigError(f"source must be a preset or the path of a file, got {shorten(source)}; {cure}")
     if isinstance(overrides, str):
         raise ConfigError(f"overrides must be a list of path=value, got {overrides!r}; write [{overrides!r}]")
-    # Files first, then `--set`, then the schema: each problem is told where it was written.
+    # Files first, then `--set`, then validation, with marks that say where each setting was written.
     document = _extend(_open(str(source), None), [])
     if overrides:
         document = _apply(document, [_parse_override(text) for text in overrides])
@@ -73,14 +73,14 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
     except ConfigError as error:
         problems = []
         for path, message in error.problems:
-            # A setting that nobody wrote has the place of what it lies in.
+            # A setting that was not written has the mark of the innermost mapping around it that was.
             known = (document.marks[path[:n]] for n in range(len(path), 0, -1) if path[:n] in document.marks)
             problems.append(Problem(path, f"{message}  [{next(known, document.label)}]"))
         raise ConfigError(problems) from None
 
 
 def raw_settings(source: str | Path) -> dict[str, Any]:
-    """The settings that a preset or a file writes, and those of the files that it extends, as they are written."""
+    """The settings written in a preset or a file and in the files that it extends, unvalidated."""
     return dict(_extend(_open(str(source), None), []).value)
 
 
@@ -90,7 +90,7 @@ def dump_experiment(config: ExperimentConfig) -> str:
 
 
 def experiment_schema() -> dict[str, Any]:
-    """The JSON schema of what `load_experiment` reads. [VAR-SCHEMA-I1]"""
+    """The JSON schema of the files that `load_experiment` reads. [VAR-SCHEMA-I1]"""
     schema = ExperimentConfig.model_json_schema()
     old, adamw = schema["$defs"]["OptimConfig"]["properties"], schema["$defs"]["optimizer.adamw"]["properties"]
     old |= {name: {**adamw[name], "deprecated": True} for name in OF_ADAMW}
@@ -100,12 +100,12 @@ def experiment_schema() -> dict[str, Any]:
 
 
 def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
-    """Reads a preset by name or a file; `folder` confines what `extends` may name."""
+    """Reads a preset by name, or a file; with `folder` (for `extends`) only a file in that folder."""
     known = folder is None and os.path.isfile(name)  # noqa: PTH113 - no error where the name is too long
     if not (known or name.endswith((".yaml", ".yml"))):
         return _preset(name)
     path = Path(name) if folder is None else folder / name
-    # Links are followed first: a config must not read beyond its folder.
+    # With links resolved: a config must not read files outside its folder.
     if folder is not None and not _real_path(path).is_relative_to(_real_path(folder)):
         raise ConfigError(f"must name a preset or a file in the folder of the config, got {name!r}", ("extends",))
     return read_yaml(path), path
@@ -127,7 +127,7 @@ def _preset(name: str) -> tuple[Document, Path]:
         chunked = stem == "mqar" and RULES[part].config.chunk > RECALL_CHUNK
         memory = {"kind": part, "chunk": RECALL_CHUNK} if chunked else part
         over = Document({"memory": memory}, {(): mark, ("memory",): mark}, mark)
-        # The layer is the rule's own: what the preset has for its memory's goes with that.
+        # The rule brings its own layer, so the preset's settings of the layer are dropped as well.
         replaced += LanguageModelConfig.follows
     else:
         listing = not_known(name[:80], folded_presets(), did_you_mean(name[:80], presets()))
@@ -161,8 +161,8 @@ def _extend(opened: tuple[Document, Path], chain: list[Path]) -> Document:
 
 
 def _merge(base: Any, over: Any, path: Location, marks: dict[Location, str], new: dict[Location, str]) -> Any:
-    """`over` on top of `base`; a mapping of another kind replaces instead of mixing the fields."""
-    # `phi: elu` and fields of it below: the text stands for the kind.
+    """`over` merged into `base`; a mapping of another kind replaces the old one, as its fields are others."""
+    # `phi: elu` in the base and fields of it in `over`: the text is its kind.
     if isinstance(base, str) and isinstance(over, dict) and "kind" not in over:
         base = {"kind": base}
     mappings = isinstance(over, dict) and isinstance(base, dict)
@@ -190,7 +190,7 @@ class _Override(NamedTuple):
 
 
 def parse_path(text: str) -> Location | None:
-    """`levels[1].memory` as its names and numbers; None of what is no path."""
+    """`levels[1].memory` as a tuple of names and numbers; None if the text is not a path."""
     if not _PATH.fullmatch(text):
         return None
     return tuple(name or int(index) for name, index in _STEP.findall(text))
@@ -211,18 +211,18 @@ def _parse_override(text: str) -> _Override:
 
 
 def _apply(document: Document, overrides: list[_Override]) -> Document:
-    """Applies overrides, those that choose a kind before those that set its fields."""
-    try:  # on the resolved settings, so that a field of a default can be reached as well
+    """Applies overrides; those that choose a kind come before those that set its fields."""
+    try:  # to the resolved settings, so that fields of default values can be set as well
         config = ExperimentConfig.model_validate(document.value)
         value = config.model_dump(mode="json")
         known = list(paths(value))
         value = _drop_unset(config, value)
-    except ConfigError:  # the overrides may be what repairs it
+    except ConfigError:  # the overrides may repair it
         value = document.value
         known = list(paths(value))
     resolved = [item._replace(path=_full_path(item, known)) for item in overrides]
     marks, texts = dict(document.marks), dict[Location, str]()
-    # Outer settings first: one that chooses a kind would throw away fields set before it.
+    # Outer settings first: choosing a kind drops fields that were set before.
     for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
         subject = _subject(item.path)
         if subject in texts:
@@ -233,10 +233,10 @@ def _apply(document: Document, overrides: list[_Override]) -> Document:
 
 
 def _drop_unset(config: Any, value: Any) -> Any:
-    """The written values of a config without the fields that others decide and nobody set: these may be overridden."""
+    """The values of a config without fields that follow from others and were not set, so that they follow again."""
     if isinstance(value, list):
         return [_drop_unset(*pair) for pair in zip(config, value, strict=True)]
-    if not isinstance(config, Config) or not isinstance(value, dict):  # one without settings is written as its kind
+    if not isinstance(config, Config) or not isinstance(value, dict):  # a variant without settings is a text
         return value
     unset = set(config.follows) - config.model_fields_set
     return {name: _drop_unset(getattr(config, name), item) for name, item in value.items() if name not in unset}
@@ -247,7 +247,7 @@ def _subject(path: Location) -> Location:
 
 
 def paths(value: Any, path: Location = ()) -> Iterable[Location]:
-    """The paths of all settings."""
+    """The paths of all settings in a tree."""
     if path:
         yield path
     keys: Iterable[Any] = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
@@ -256,12 +256,12 @@ def paths(value: Any, path: Location = ()) -> Iterable[Location]:
 
 
 def _full_path(item: _Override, known: list[Location]) -> Location:
-    """Completes a short path such as `feature_map=elu` where exactly one setting ends so."""
+    """The full path of a short one such as `feature_map`, which must end exactly one known path."""
     if item.path[0] in ExperimentConfig.model_fields:
         return item.path
     for length in range(len(item.path), 0, -1):
         head = item.path[:length]
-        # The longest end of a path that is known; ambiguous ones are listed and not guessed.
+        # The longest beginning of the path that ends a known one; an ambiguous one is refused.
         matches = [path for path in known if path[-length:] == head]
         if len(matches) == 1:
             return matches[0] + item.path[length:]
@@ -287,7 +287,7 @@ def _assign(value: Any, rest: Location, path: Location, item: _Override, marks: 
     if value is not None and not isinstance(value, dict):
         raise ConfigError(f"has no fields, it is {shorten(value)}  [{item.text}]", path)
     fields = dict(value or {})
-    # Fields of the kind before are not fields of this one.
+    # Another kind has other fields: the old ones are dropped.
     if rest == ("kind",) and fields.get("kind") != item.value:
         fields = {}
         _remark(path, marks, {})

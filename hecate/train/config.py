@@ -1,7 +1,7 @@
 """Config of an experiment: model, data, optimiser and budget, as one strict value.
 
-Optimisers train the parameters of a model, not its memories: torch's own, and a fallback for what a kind does not
-train. Learning rate and weight decay are those of `OptimConfig`, whatever the kind.
+Optimisers train the parameters of a model, not its memories. Kinds that train only some parameters have a fallback for
+the others. Every kind uses the learning rate and weight decay of `OptimConfig`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hecate.variant import Config, Conflicts, FrozenDict
 class AdamW(OptimizerKind):
     r"""adamw: w <- (1 - lr weight_decay) w - lr m^ / (sqrt(v^) + eps).
 
-    m and v average gradients and their squares at the rates `betas`; ^ divides by 1 - beta^t. On a CPU torch's fused
-    form steps, in a quarter of the time.
+    m and v are moving averages of gradients and their squares with rates `betas`; ^ divides by 1 - beta^t. On a CPU it
+    uses torch's fused form, which takes a quarter of the time.
 
     Formula: $m_t = \beta_1 m_{t-1} + (1 - \beta_1) g_t,\quad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2$
     $w_t = (1 - \eta \lambda) w_{t-1} - \eta\, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \varepsilon}$
@@ -44,7 +44,7 @@ class AdamW(OptimizerKind):
     factory = torch.optim.AdamW
 
     def build(self, model: nn.Module, groups: list[Group], lr: float) -> torch.optim.Optimizer:
-        """The optimiser of these groups of a model, fused where all are whole tensors on a CPU."""
+        """The optimiser of these parameter groups, fused if all parameters are unsharded and on a CPU."""
         every = [p for group in groups for p in group["params"]]
         fused = all(p.is_cpu and p.is_floating_point() and not hasattr(p, "device_mesh") for p in every)
         return torch.optim.AdamW(groups, lr=lr, betas=self.betas, eps=self.eps, fused=True if fused and every else None)
@@ -53,7 +53,7 @@ class AdamW(OptimizerKind):
 class SGD(OptimizerKind):
     r"""sgd: m <- momentum m + g + weight_decay w, w <- w - lr m.
 
-    `torch.optim.SGD`, whose decay passes through the momentum. `nesterov` moves by g + momentum m.
+    `torch.optim.SGD`, which adds the decay to the gradient, ahead of momentum. `nesterov` steps by g + momentum m.
 
     Formula: $m_t = \mu m_{t-1} + g_t + \lambda w_{t-1},\quad w_t = w_{t-1} - \eta m_t$
     References: B. Polyak, Some methods of speeding up the convergence of iteration methods, 1964. [TRAIN-OPTIM-D2]
@@ -65,13 +65,13 @@ class SGD(OptimizerKind):
     factory = torch.optim.SGD
 
     def conflicts(self) -> Conflicts:
-        """Nesterov's step without momentum."""
+        """`nesterov` without momentum."""
         if self.nesterov and not self.momentum:
             yield ("nesterov",), "needs momentum above 0; give one or leave it out"
 
 
 class PartialKind(OptimizerKind):
-    """An optimiser of some parameters; every other is trained by `fallback`, at the same lr."""
+    """An optimiser of some parameters; all others are trained by `fallback`, at the same lr."""
 
     fallback: OptimizerKind
     about: ClassVar[str]  # the parameters that it trains
@@ -88,8 +88,8 @@ class PartialKind(OptimizerKind):
 class DGD(PartialKind, optim.DGD.Options):
     r"""dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
 
-    `hecate.optim.DGD`, attached to the model, for the weights of Linear layers that nothing else uses, but for the
-    output layer; `fallback` is what it documents for others, plain descent. Samples follow clipping.
+    `hecate.optim.DGD`, attached to the model, for the weights of Linear layers that no other module shares, except the
+    output layer. `fallback` trains the others, by plain gradient descent unless set. Clipping scales its samples, too.
 
     Formula: $w_t = w_{t-1} \left((1 - \eta \lambda) I - c\, x x^\top\right) - c\, g x^\top,\quad c = \frac{\eta}{1 +
     \eta \Vert x \Vert^2}$
@@ -103,7 +103,7 @@ class DGD(PartialKind, optim.DGD.Options):
     about = "the weights of Linear layers"
 
     def trains(self, model: nn.Module) -> Named:
-        """Weights of Linear layers that no other module has."""
+        """Weights of Linear layers that no other module shares, without the output layer."""
         users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
         layers = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
         named, outer = super().trains(model), outer_layers(model)
@@ -111,7 +111,7 @@ class DGD(PartialKind, optim.DGD.Options):
         return [(n, p) for n, p in inner if users[id(p)] == 1]
 
     def build(self, model: nn.Module, groups: list[Group], lr: float) -> torch.optim.Optimizer:
-        """Attached to the model; a period is refused."""
+        """The optimiser, attached to the model; refuses a period."""
         for group in groups:
             if group.get("period", 1) > 1:
                 raise ConfigError(
@@ -125,9 +125,9 @@ class DGD(PartialKind, optim.DGD.Options):
 
 
 class MatrixKind(PartialKind):
-    """An optimiser of matrices between the embedding, with what is tied to it, and `head.*`.
+    """An optimiser of the matrices between the embedding (with weights tied to it) and the output layer `head.*`.
 
-    `match_rms_adamw` makes steps as long as AdamW's, so that one lr serves both.
+    `match_rms_adamw` makes steps as long as AdamW's, so that one lr suits both.
     """
 
     fallback: OptimizerKind = AdamW()
@@ -135,7 +135,7 @@ class MatrixKind(PartialKind):
     about = "matrices between the embedding and the output layer"
 
     def trains(self, model: nn.Module) -> Named:
-        """The parameters that are neither vectors nor of outer layers, by name."""
+        """The parameters that are neither vectors nor in outer layers, by name."""
         named, outer = super().trains(model), outer_layers(model)
         return [(n, p) for n, p in named if not (is_vector(n, p) or id(p) in outer)]
 
@@ -143,7 +143,7 @@ class MatrixKind(PartialKind):
 class M3(MatrixKind, optim.M3.Options):
     r"""m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a slow_period.
 
-    `hecate.optim.M3`, which says what its options mean, for what `MatrixKind` trains.
+    `hecate.optim.M3`, where its options are explained, for the parameters of `MatrixKind`.
 
     Formula: $m_t = \mu m_{t-1} + (1 - \mu) g_t,\quad n_T = \mu_s n_{T-1} + (1 - \mu_s)\, \mathrm{mean}(g) \ \text{once
     a slow period}$
@@ -158,7 +158,7 @@ class M3(MatrixKind, optim.M3.Options):
 class Muon(MatrixKind, optim.Muon.Options):
     r"""muon: m <- momentum m + (1 - momentum) g, w <- (1 - lr weight_decay) w - lr a NS(u).
 
-    `hecate.optim.Muon`, which says what its options mean, for what `MatrixKind` trains.
+    `hecate.optim.Muon`, where its options are explained, for the parameters of `MatrixKind`.
 
     Formula: $m_t = \mu m_{t-1} + (1 - \mu) g_t,\quad w_t = (1 - \eta \lambda) w_{t-1} - \eta\, a\, \mathrm{NS}(\mu m_t
     + (1 - \mu) g_t)$
@@ -171,14 +171,14 @@ class Muon(MatrixKind, optim.Muon.Options):
 
 
 def is_vector(name: str, p: Tensor) -> bool:
-    """True if a parameter is a vector by shape, or by name: norms and biases per head are matrices."""
+    """True if a parameter is a vector by its shape or its name: norms and biases per head are matrices by shape."""
     return p.dim() < 2 or name.rsplit(".", 1)[-1] in ("norm", "bias")
 
 
 def outer_layers(model: nn.Module) -> set[int]:
-    """Embeddings with what is tied to them, and the output layer, by identity."""
+    """Ids of the weights of embeddings (and those tied to them) and of the output layer."""
     outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    # A model of transformers, which may lie within another module, tells its own.
+    # A model of transformers, possibly inside another module, returns its output layer.
     parts: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
     heads = [part.get_output_embeddings() for part in parts]
     outer |= {id(p) for head in heads if isinstance(head, nn.Module) for p in head.parameters()}
@@ -186,14 +186,14 @@ def outer_layers(model: nn.Module) -> set[int]:
 
 
 TEXT_LENGTH = 256
-"""Window of a text when `budget.seq_len` is not given."""
+"""Length of text sequences if `budget.seq_len` is not given."""
 
 OF_ADAMW = ("betas", "eps")
 """Fields of `optim.optimizer` that were fields of `optim` while AdamW was the only kind."""
 
 
 def _freeze(periods: dict[str, int]) -> FrozenDict[str, int]:
-    """By a function, since pydantic asks for a signature and a generic class has none from Python 3.12 on."""
+    """`FrozenDict` as a function: pydantic needs a signature, which a generic class lacks from Python 3.12 on."""
     return FrozenDict(periods)
 
 
@@ -204,12 +204,12 @@ class OptimConfig(Config):
         lr: the highest learning rate, the same for every kind.
         optimizer: how the step is taken; `hecate list optimizer` has the kinds.
         weight_decay: decay of matrices; norm scales, biases and other vectors have none.
-        warmup: steps in which the rate rises linearly to `lr`.
+        warmup: steps over which the rate rises linearly to `lr`.
         schedule: how the rate falls from `lr` to the last step of the budget.
         final: the rate of the last step, as a share of `lr`.
         clip: the largest norm of the whole gradient; null turns clipping off.
-        periods: from a pattern of parameter names (shell style, the first that fits) to a number n: those parameters
-            step once every n steps, by the mean of their gradients.
+        periods: mapping from patterns of parameter names (shell style, the first match counts) to a number n: those
+            parameters are updated once every n steps, by the mean of their gradients.
     """
 
     lr: float = Field(3e-3, gt=0)
@@ -224,7 +224,7 @@ class OptimConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _adamw_fields(cls, data: Any) -> Any:
-        """Hands fields that belong to AdamW on to it: older files have them here."""
+        """Moves fields of AdamW, which older files have here, to the optimiser."""
         old = {name: data[name] for name in OF_ADAMW if name in data} if isinstance(data, Mapping) else {}
         if not old:
             return data
@@ -238,12 +238,12 @@ class OptimConfig(Config):
                     f"optim.optimizer.{name} if it is adamw, else leave it out",
                     (name,),
                 )
-        AdamW(**old)  # a fault is named where it was written
+        AdamW(**old)  # so that an invalid value is reported where it was written
         rest = {name: value for name, value in data.items() if name not in OF_ADAMW}
         return {**rest, "optimizer": {**chosen, **old}}
 
     def rate(self, step: int, steps: int) -> float:
-        """Learning rate of 0-based `step`: a pure function, so it has no state to save."""
+        """Learning rate of 0-based `step`; a pure function, so that there is no state to save."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = min((step - self.warmup) / max(steps - 1 - self.warmup, 1), 1.0)
@@ -257,22 +257,22 @@ class BudgetConfig(Config):
     """Budget of a run: how long, how often and on what. [DIST-STEP-D1]
 
     Fields:
-        steps: steps of the optimiser; a run resumed with another number follows its schedule from there on.
+        steps: steps of the optimiser; a run resumed with another number follows the new schedule from there on.
         minutes: time after which a run ends early; it is then not reproducible.
-        batch_size: sequences in a step, over all processes.
-        accumulate: parts into which a step's batch is cut to save memory; the gradient is that of the whole.
-        seq_len: tokens in a sequence of text, 256 when null; a task brings its own.
-        eval_every: steps from one validation to the next.
-        eval_batches: batches in a validation.
-        checkpoint_every: steps from one checkpoint to the next.
-        keep: number of newest checkpoints to keep, beside the best one.
-        threads: CPU threads; the command line alone applies it.
-        device: where the model trains.
-        precision: "bfloat16" runs forward and backward in it; trained parameters, sums over processes and the states
-            of memories stay float32.
-        recompute: blocks that keep their inputs alone and compute the rest again in the backward pass: all ("full"),
+        batch_size: sequences per step, over all processes.
+        accumulate: parts into which a step's batch is split to save memory; the gradient is that of the whole.
+        seq_len: tokens per sequence of text, 256 when null; tasks have their own length.
+        eval_every: steps between validations.
+        eval_batches: batches per validation.
+        checkpoint_every: steps between checkpoints.
+        keep: number of newest checkpoints to keep, besides the best one.
+        threads: CPU threads; only the command line applies it.
+        device: device on which the model trains.
+        precision: "bfloat16" runs forward and backward passes in it; trained parameters, sums over processes and the
+            states of memories stay float32.
+        recompute: blocks that store only their inputs and compute the rest again in the backward pass: all ("full"),
             every n-th, or none.
-        compile: parts that torch.compile takes: each "block", or on a GPU the "chunk" of memories alone.
+        compile: parts compiled by torch.compile: each "block", or on a GPU only the "chunk" of memories.
         save: "async" copies a checkpoint to memory and writes it while training continues.
         timeout: seconds that a process waits for the others.
     """
@@ -295,7 +295,7 @@ class BudgetConfig(Config):
     timeout: float = Field(600.0, gt=0, le=86400)
 
     def conflicts(self) -> Conflicts:
-        """Parts that do not divide a batch, and chunks compiled for a CPU."""
+        """`accumulate` that does not divide the batch, and compiled chunks on a CPU."""
         if self.batch_size % self.accumulate:
             yield ("accumulate",), f"must divide batch_size={self.batch_size}, got {self.accumulate}"
         if self.compile == "chunk" and self.device == "cpu":
@@ -309,7 +309,7 @@ class SampleConfig(Config):
         prompt: the text to continue.
         tokens: number of tokens to generate.
         temperature: randomness of the choice; 0 takes the likeliest token.
-        every: steps from one sample to the next; 0 samples at the end only.
+        every: steps between samples; 0 samples at the end only.
     """
 
     prompt: str = "def "
@@ -329,9 +329,9 @@ class ExperimentConfig(Config):
         optim: the outer optimiser and its learning rate.
         budget: how long, how often and on what.
         parallel: how the processes of a run share its work.
-        sample: samples of the model, written into samples.txt.
+        sample: samples of the model, written to samples.txt.
         tensorboard: true adds the logger for TensorBoard.
-        loggers: other places for the metrics, such as wandb; `hecate list logger` has the kinds.
+        loggers: further destinations of the metrics, such as wandb; `hecate list logger` has the kinds.
         init_from: run, checkpoint or safetensors file with the parameters to start from. [TRAIN-INIT-D1]
     """
 
@@ -399,7 +399,7 @@ class ExperimentConfig(Config):
                 )
 
     def asked_loggers(self) -> list[tuple[tuple[str | int, ...], LoggerKind]]:
-        """Every logger once, and the setting that asks for it."""
+        """Every logger once, with the path of the setting that asks for it."""
         asked: list[tuple[tuple[str | int, ...], LoggerKind]] = [
             (("loggers", number), kind) for number, kind in enumerate(self.loggers)
         ]
@@ -413,7 +413,7 @@ class ExperimentConfig(Config):
         return self.data.length() or self.budget.seq_len or TEXT_LENGTH
 
     def engines(self) -> dict[str, tuple[str, str]]:
-        """The engine that runs each memory on this machine in training, and why no other, by its path."""
+        """The engine that runs each memory in training on this machine, and the reason, by the memory's path."""
         return {
             path: explain(
                 Plan.sketch(
@@ -430,7 +430,8 @@ class ExperimentConfig(Config):
         }
 
     def widened(self) -> dict[str, tuple[str, int, int]]:
-        """Of each memory whose features are of another width than its keys, by its path: the map, both widths."""
+        """Memories whose features differ in width from their keys, by path: the kind of map, width of features, width
+        of keys."""
         maps = {path: (rule.config.feature_map, rule.d_key) for path, rule in self.model.rules().items()}
         widths = {path: (phi.kind, phi.output_dim(d_key), d_key) for path, (phi, d_key) in maps.items()}
         return {path: (kind, width, d_key) for path, (kind, width, d_key) in widths.items() if width != d_key}

@@ -1,4 +1,4 @@
-"""A run and its terminal: speed, time left, memory, a live bar or plain lines, tables, and the signals that end it."""
+"""A run's terminal output: speed, time left, memory, a live bar or plain lines, tables; and the signals that end it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from hecate.train.estimate import sizes_of
 from hecate.train.evaluate import Score
 
 PASSES = 6
-"""Operations of a training step for each weight that a token meets: a multiplication and an addition, forward once and
-backward twice."""
+"""Operations of a training step per token and weight: a multiplication and an addition, once in the forward pass and
+twice in the backward pass."""
 PEAKS = {
     "B200": (2250.0, 80.0), "B100": (1750.0, 60.0), "GH200": (989.0, 67.0), "H200": (989.0, 67.0),
     "H100 PCIe": (756.0, 51.0), "H100 NVL": (835.0, 60.0), "H100": (989.0, 67.0), "H800": (989.0, 67.0),
@@ -40,20 +40,20 @@ PEAKS = {
     "A30": (165.0, 10.3), "A10": (125.0, 31.2), "RTX 6000 Ada": (364.0, 91.1), "RTX A6000": (154.8, 38.7),
     "RTX 4090": (165.2, 82.6), "RTX 3090": (71.0, 35.6),
 }  # fmt: skip
-"""Dense TFLOP/s of GPUs in bfloat16 and in float32 (without TF32) by words of their names, as their makers state."""
+"""Dense TFLOP/s of GPUs in bfloat16 and in float32 (without TF32), by a part of their names, from the data sheets."""
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Operations per second that a GPU of this name can do; None where they are not known."""
-    if re.search(r"\b(MIG|Laptop|Max-Q)\b", name):  # a part of one, or a slower one
+    """Peak operations per second of a GPU of this name; None if not known."""
+    if re.search(r"\b(MIG|Laptop|Max-Q)\b", name):  # a slice of a GPU, or a slower version
         return None
-    # In the order of the table: of H100 the longer names come first.
+    # The first match counts: in the table longer names, as of the H100, come first.
     rates = next((peaks for words, peaks in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
     return None if rates is None else rates[precision == "float32"] * 1e12
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held at once: on a GPU of tensors, else of everything."""
+    """Peak memory of this process in bytes: of tensors on a GPU, else of the whole process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource
@@ -63,11 +63,11 @@ def peak_memory(device: torch.device) -> int:
 
 
 WARMING = 20
-"""Steps at the start of a process in which kernels may still be compiled or loaded."""
+"""Number of first steps of a process in which kernels may still be compiled or loaded."""
 
 
 class _Mark(NamedTuple):
-    """Progress of a process: seconds since it began, and steps, tokens and seconds of computing them; duration of the
+    """Progress of a process: seconds since it began; steps, tokens, and seconds spent computing them; duration of the
     latest step."""
 
     at: float = 0.0
@@ -78,11 +78,11 @@ class _Mark(NamedTuple):
 
 
 class Progress:
-    """Counts of a run, which go on over a resume, and rates of this process. [TRAIN-RUN-D8]
+    """Counts of a run, which continue after a resume, and rates of this process. [TRAIN-RUN-D8]
 
-    `elapsed` and `tokens` are those up to now: seconds that it was run, tokens that it was trained on. Rates leave out
-    the first step, and those after it, of `WARMING` at most, that take more than twice as long as the quickest.
-    `metric` is that of the scores, whose unit the loss is shown in.
+    `elapsed` and `tokens` are totals of the run so far: seconds of running, tokens trained on. Rates leave out the
+    first step, and the following ones, at most `WARMING`, up to the first that takes at most twice as long as the
+    quickest. `metric` is the metric of the scores; the loss is shown in its unit.
     """
 
     def __init__(self, config: ExperimentConfig, world: World, metric: str = "accuracy") -> None:
@@ -90,34 +90,34 @@ class Progress:
         self._began = time.monotonic()
         self._before = 0.0
         self.tokens = self.step = 0
-        self._now = _Mark()  # of this process
+        self._now = _Mark()  # progress of this process
         self._marks: list[_Mark] = []
         self._quickest = math.inf
         self._mean = self._size = 0.0
         self._flops = self._peak()
 
     def go_on(self, step: int, last: dict[str, Any]) -> None:
-        """From a step on, after the last record of it; one of another writer may tell neither time nor tokens."""
+        """Continues from a step, with the totals in the run's last record, which may lack time and tokens."""
         whole = step * self._config.budget.batch_size * self._config.seq_len
         tokens, elapsed = last.get("tokens", math.nan), last.get("elapsed", math.nan)
         self.step, self.tokens = step, int(tokens) if 0 <= tokens < math.inf else whole
         self._before = elapsed if 0 <= elapsed < math.inf else 0.0
 
     def clock(self) -> dict[str, float]:
-        """Seconds since 1970, and seconds that the run has been going on for."""
+        """Seconds since 1970, and seconds that the run has taken so far."""
         return {"time": round(time.time(), 3), "elapsed": round(self._before + time.monotonic() - self._began, 3)}
 
     def take(self, loss: float, tokens: int, seconds: float, bytes_per_label: float = 1.0) -> dict[str, Any]:
-        """Notes a step of so many seconds, its loss in nats; what its record says of tokens and speed."""
+        """Counts a step, with its loss in nats; returns the facts for its record: tokens, speed, memory."""
         self.step, self.tokens = self.step + 1, self.tokens + tokens
         now, took = self._now, time.monotonic() - self._began
-        # Not the first step, which compiles.
+        # The first step does not count, as it compiles.
         if now.steps:
             self._quickest = min(self._quickest, seconds)
         self._now = _Mark(took, now.steps + 1, now.tokens + tokens, now.computing + seconds, seconds)
         if now.steps < WARMING:
             self._marks.append(self._now)
-        # From 0, and divided by 1 - .95^n where it is shown.
+        # Moving averages that start at 0, divided by 1 - .95^n when shown.
         self._mean = 0.95 * self._mean + 0.05 * loss
         self._size = 0.95 * self._size + 0.05 * bytes_per_label
         speed = tokens / max(seconds, 1e-9)
@@ -125,7 +125,7 @@ class Progress:
         return facts if self._flops is None else {**facts, "mfu": speed * self._flops}
 
     def line(self, grad_norm: float) -> str:
-        """The state of the run in a line: the loss is an average over some 20 steps, the speed one over the run."""
+        """The state of the run in one line: loss averaged over about 20 steps, speed averaged over the run."""
         start, speed = self._rates_start(), []
         if start is not None:
             tokens = self._now.tokens - start.tokens
@@ -144,7 +144,7 @@ class Progress:
         return "  ".join([*parts, f"ETA {duration(self.seconds_left())}"])
 
     def _loss(self) -> str:
-        """The mean loss, in the unit of the scores."""
+        """The averaged loss, in the unit of the scores."""
         weight = 1 - 0.95**self._now.steps
         if not weight:
             return "loss -"
@@ -155,23 +155,23 @@ class Progress:
         return f"loss {score.value(self._metric):.3f} bits per byte" if bits else f"loss {score.loss:.3f} nats"
 
     def _rates_start(self) -> _Mark | None:
-        """First of the steps that rates are of; None before it."""
+        """The mark from which rates are measured; None while warming up."""
         count = len(self._marks)
-        # Later steps compile, too, where shapes are new: the first quick one ends the warming.
+        # Later steps may compile for new shapes: the first quick one ends the warm-up.
         warm = next((n for n in range(1, count) if self._marks[n].latest <= 2 * self._quickest), count)
         return self._marks[warm - 1] if 0 < warm < self._now.steps else None
 
     def seconds_left(self) -> float:
-        """Seconds to the end, evaluations and checkpoints included, if it goes on as it did."""
+        """Estimated seconds to the end, including evaluations and checkpoints."""
         budget, took, start = self._config.budget, time.monotonic() - self._began, self._rates_start()
         seconds = math.inf
         if start is not None:
-            # By the clock, so that evaluations and checkpoints count as they came.
+            # Wall time, which includes evaluations and checkpoints.
             seconds = (budget.steps - self.step) * (took - start.at) / (self._now.steps - start.steps)
         return seconds if budget.minutes is None else max(min(seconds, 60 * budget.minutes - took), 0.0)
 
     def _peak(self) -> float | None:
-        """The share of the peak of all processes' GPUs that a token per second takes."""
+        """Share of the peak of all processes' GPUs that one token per second uses; None if the peak is not known."""
         device = self._world.device
         if device.type != "cuda":
             return None
@@ -180,7 +180,7 @@ class Progress:
 
 
 def counted(number: float) -> str:
-    """12,345,678 as `12.3M`."""
+    """A number in short, such as `12.3M` for 12,345,678."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}" if number < 999.5 * size else f"{number / size:.0f}{unit}"
@@ -188,7 +188,7 @@ def counted(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `H:MM:SS`, days before it."""
+    """Seconds as `H:MM:SS`, with days in front if there are any."""
     if not math.isfinite(seconds):
         return "-"
     minutes, second = divmod(int(seconds), 60)
@@ -198,17 +198,17 @@ def duration(seconds: float) -> str:
 
 
 PLAIN = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between two lines of progress if there is no terminal."""
 PATIENCE = 2.0
-"""Seconds after which a line says there what is being done before the first step."""
+"""Seconds after which, without a terminal, a line says what is being done before the first step."""
 FIRST = "the first step compiles kernels, or loads them where they are on disk"
 
 
 class _Bar(Bar):
-    """A bar, and the facts of its task in a line below."""
+    """A bar with the facts of its task in a line below."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bar, then the facts."""
+        """The renderables: the bar, then the facts."""
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
             if task.visible and task.fields["facts"]:
@@ -216,8 +216,7 @@ class _Bar(Bar):
 
 
 class Display:
-    """Progress of a run on a console: a bar on a terminal, elsewhere a line every `PLAIN` seconds; `quiet` shows
-    nothing."""
+    """Display of a run's progress: a bar on a terminal, else a line every `PLAIN` seconds; nothing if `quiet`."""
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(file=cast(IO[str], StandardError()))
@@ -232,7 +231,7 @@ class Display:
         self._told = time.monotonic()
 
     def doing(self, what: str) -> None:
-        """Says what is done before the first step: in the bar, or in a line once it has taken `PATIENCE` seconds."""
+        """Shows what is being done before the first step: in the bar, or in a line after `PATIENCE` seconds."""
         self._waiting.cancel()
         self._bar.update(self._task, description=what, visible=True)
         if self._bar.disable and not self._quiet:
@@ -241,7 +240,7 @@ class Display:
             self._waiting.start()
 
     def start(self, name: str, step: int, steps: int) -> None:
-        """Begins at `step` of `steps`."""
+        """Begins the display of a run at `step` of `steps`."""
         self._waiting.cancel()
         self._steps, self._told = steps, time.monotonic()
         self._bar.reset(
@@ -249,7 +248,7 @@ class Display:
         )
 
     def step(self, step: int, facts: Callable[[], str]) -> None:
-        """Moves the bar; `facts` are asked for when they are shown."""
+        """Moves the bar; `facts` is only called when they are shown."""
         if not self._bar.disable:
             self._bar.update(self._task, completed=step, facts=facts())
         elif not self._quiet and time.monotonic() - self._told >= PLAIN:
@@ -257,7 +256,7 @@ class Display:
             self.say(f"step {step:>6}/{self._steps}  {facts()}")
 
     def say(self, text: str) -> None:
-        """A line above the bar, or a plain line."""
+        """Prints a line, above the bar if there is one."""
         if not self._quiet:
             self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
@@ -267,18 +266,18 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self._waiting.cancel()
-        if not self._bar.disable:  # versions of rich print an empty line else
+        if not self._bar.disable:  # otherwise some versions of rich print an empty line
             self._bar.stop()
 
 
 class Interrupted(BaseException):
-    """A signal came; no Exception, so that nothing between takes it for a fault of its own."""
+    """A signal arrived; not an Exception, so that `except Exception` does not catch it."""
 
 
 class Signals:
-    """Remembers the first signal for when its moment has come; a second stops at once.
+    """Context that records the first SIGINT or SIGTERM until the run checks for it; a second acts as usual.
 
-    Without `interrupts` nothing is cut short: for processes that have to stop at the same place.
+    Without `interrupts` nothing is cut short, for processes that have to stop at the same step.
     """
 
     def __init__(self, *, interrupts: bool = True) -> None:
@@ -288,13 +287,13 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def check(self) -> None:
-        """Raises `Interrupted` if a signal has come."""
+        """Raises `Interrupted` if a signal has arrived."""
         if self.received is not None:
             raise Interrupted
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Around what may be left undone: a signal, past or present, ends it at once."""
+        """Around work that may be abandoned: a signal, earlier or during it, raises `Interrupted` at once."""
         if not self._interrupts:
             yield
             return
@@ -314,7 +313,7 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        # From here on a second signal does what it would without us.
+        # A second signal gets the original handler.
         for known, handler in self._before.items():
             signal.signal(known, handler)
         if self._raises:
@@ -326,22 +325,22 @@ class Signals:
 
 
 WRAPPED = 32
-"""Columns of a terminal that a cell needs to be read in lines; where a table has fewer, its rows stand one by one."""
+"""Columns to which a cell may be wrapped; if a terminal is too narrow for that, rows are printed one by one."""
 
 
 def print_tables(tables: Iterable[tuple[Sequence[str], Sequence[Sequence[str]]]]) -> None:
-    """Tables one after the other, each with an empty line behind it."""
+    """Prints tables, with an empty line after each."""
     for header, rows in tables:
         print_table(header, rows)
         echo("")
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """On a terminal a rich table, or its rows one by one where cells would be too narrow; aligned lines elsewhere.
-    Nothing is cut."""
+    """Prints a table: on a terminal by rich, or row by row if cells would be too narrow; else as aligned columns.
+    Nothing is truncated."""
     first, *lines = [[printable(cell, MESSAGE) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(first, *lines, strict=True)]
-    # Files and pipes get plain columns, which other programs cut.
+    # Files and pipes get plain columns, for other programs to split.
     if sys.stdout is None or not sys.stdout.isatty():
         for line in (first, *lines):
             cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))

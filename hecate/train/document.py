@@ -1,7 +1,7 @@
-"""YAML in and out: plain values with the line of every key, and refusals instead of surprises.
+"""Reading and writing YAML: plain values with the line of every key; ambiguous documents are refused.
 
-Scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `1e-3` is a number, `no` and `on` are texts, and so are
-numbers with a leading zero and dates, which are then refused where a number is expected.
+Scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `1e-3` is a number; `no`, `on`, dates and numbers with a
+leading zero are texts, which are refused where a number is expected.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _FLOAT = (
 
 def _integer(text: str) -> int:
     number = int(text, 0) if _INT.fullmatch(text) else int(text)
-    str(number)  # what has too many digits to be written is too long to be read
+    str(number)  # Python refuses to write a number with too many digits; refuse it on reading
     return number
 
 
-# By tag: the texts that have it, and how they are read.
+# For each tag, the texts that have it, and the function that converts them.
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "null": (r"~|null|Null|NULL|", lambda text: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
     "int": (_INT.pattern, _integer),
     "float": (_FLOAT, lambda text: float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))),
 }
-# None: by the texts alone, whatever their first character.
+# The key None: PyYAML tries these for any first character.
 _RESOLVERS = {None: [(_TAG + tag, re.compile(f"^(?:{pattern})$")) for tag, (pattern, _) in _SCALARS.items()]}
 
 
@@ -69,7 +69,7 @@ class _Loader(yaml.SafeLoader):
                 problem = f"more than {MAX_ALIASES} aliases; write the values out"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
         self.depth += 1
-        # Counted while the tree is made: a bomb of aliases is refused before it unfolds.
+        # Counted while the tree is composed: an alias bomb is refused before it is expanded.
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -82,7 +82,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def write_as_is(self, text: str) -> yaml.ScalarNode:
-        """Escaped where a character is a line break to YAML, which a reader would fold."""
+        """A text as a node, escaped if it has a character that YAML takes for a line break and would fold."""
         style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -96,15 +96,15 @@ def dump_yaml(value: Mapping[str, Any]) -> str:
 
 
 def flow(value: Any) -> str:
-    """A value as one writes it in YAML, on one line."""
+    """A value in YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def short(value: Any) -> Any:
-    """A config as one writes it: fields at their defaults left out, a kind alone as its name."""
+    """A config as a user would write it: without fields at their defaults, a kind without settings as its name."""
     if isinstance(value, BaseModel):
-        # Not by `model_dump`: a kind in a field is to be short, too.
+        # Not by `model_dump`: variants in fields are shortened as well.
         fields = {name: getattr(value, name) for name in type(value).model_fields}
         kind = {"kind": fields.pop("kind")} if "kind" in fields else {}
         defaults = type(value).model_fields
@@ -119,11 +119,11 @@ def short(value: Any) -> Any:
 
 
 def read_yaml(path: Path) -> Document:
-    """Reads a file; `ConfigError` names the file, and the line where there is one."""
+    """Reads a YAML file; `ConfigError` names the file, and the line if there is one."""
     name = str(path) if len(str(path)) < 200 else shorten(str(path))
     try:
         content = read_file(path, MAX_BYTES + 1)
-        # One byte more than allowed was asked for, so that a large file is not read to be refused.
+        # At most one byte more than allowed was read, so that a large file is refused without reading all of it.
         if len(content) > MAX_BYTES:
             size = max(path.stat().st_size, len(content))
             raise ConfigError(f"{name} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?")
@@ -133,7 +133,7 @@ def read_yaml(path: Path) -> Document:
         raise ConfigError(f"cannot read config {name}: {error.strerror or error}{cure}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except ValueError as error:  # what no path can be
+    except ValueError as error:  # an impossible path
         raise ConfigError(f"cannot read config {name}: {error}") from None
     return parse_yaml(text, path.name)
 
@@ -161,7 +161,7 @@ def parse_value(text: str, label: str) -> tuple[Any, dict[Location, str]]:
 
 
 class _Reader:
-    """Turns a node graph into plain values, once per mention, so that aliases cannot explode."""
+    """Converts a node graph to plain values; counts every mention of a node, so that aliases cannot explode."""
 
     def __init__(self, label: str) -> None:
         self.label = label

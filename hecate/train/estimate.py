@@ -1,4 +1,4 @@
-"""Sizes of an experiment before it is run, and its memories on a tape."""
+"""Sizes of an experiment before it is run, and tapes of its memories."""
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ from hecate.rule import Gates, bytes_of
 from hecate.tape import Tape
 from hecate.train.config import ExperimentConfig
 
-FLOAT = 4  # bytes
+FLOAT = 4  # bytes of a float32
 
 
 class Sizes(NamedTuple):
-    """Numbers of a model, of one of its blocks and of what the first process holds, bytes of a sequence's state,
-    weights that a token meets in linear layers."""
+    """Sizes of a model.
+
+    Fields:
+        parameters: parameters of the model.
+        block: parameters of one of its blocks.
+        own: parameters held by the first process, which has the largest part.
+        state: bytes of the state of one sequence.
+        work: weights of linear layers that a token is multiplied with.
+    """
 
     parameters: int
     block: int
@@ -38,8 +45,7 @@ class Sizes(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Share of one process in a run: processes that parameters are sharded over, rows that it takes in one pass, tokens
-    of each."""
+    """Share of one process in a run: number of shards of the parameters, rows in one pass, tokens of each row."""
 
     shards: int
     rows: int
@@ -47,16 +53,16 @@ class Share(NamedTuple):
 
 
 def share_of(config: ExperimentConfig, processes: int = 1) -> Share:
-    """The share of a process in a world of so many; `ConfigError` where mesh or batch do not fit it."""
+    """The share of each of `processes`; `ConfigError` if the mesh or the batch does not fit that number."""
     replicate, data, context = config.parallel.shape(processes)
     rows = each_of(config.budget.batch_size, replicate * data)
     return Share(data, -(-rows // config.budget.accumulate), -(-config.seq_len // context))
 
 
 def sizes_of(config: ExperimentConfig, shards: int = 1) -> Sizes:
-    """Sizes of the model that `train` builds, from one of its blocks, without storage.
+    """Sizes of the model that `train` builds, computed from one of its blocks on the meta device.
 
-    Parameters are sharded by their first dimension, in equal parts but for the last ones. [TRAIN-EST-D4]
+    Parameters are sharded along their first dimension, in equal parts except the last. [TRAIN-EST-D4]
     """
     model, layers = _one_block(config), config.model.layers
     _, (state,) = model(torch.zeros(1, 0, dtype=torch.int64, device="meta"))
@@ -77,9 +83,9 @@ def sizes_of(config: ExperimentConfig, shards: int = 1) -> Sizes:
 
 @lru_cache(maxsize=256)
 def flops_of(config: ExperimentConfig) -> float:
-    """Operations of a token in a forward pass over a sequence: products of weights, memories and attention, two for a
-    multiplication and its addition, as `FlopCounterMode` counts them in one block without storage; of attention half
-    the pairs, which is what a causal mask or a window leaves. [TRAIN-EST-D5]"""
+    """Operations per token of a forward pass over a sequence: products in layers, memories and attention, two for each
+    multiplication and addition, counted by `FlopCounterMode` in one block on the meta device. Attention counts half of
+    all pairs, which is what a causal mask or a window leaves. [TRAIN-EST-D5]"""
     from torch.utils.flop_counter import FlopCounterMode
 
     model, layers = _one_block(config), config.model.layers
@@ -90,12 +96,12 @@ def flops_of(config: ExperimentConfig) -> float:
 
 
 def _one_block(config: ExperimentConfig) -> LanguageModel:
-    """The model that `train` builds with one of its blocks, without storage."""
+    """The model that `train` builds, with a single block, on the meta device."""
     return LanguageModel(config.model_for_data().model_copy(update={"layers": 1}), device="meta")
 
 
 class _Pairs(TorchFunctionMode):
-    """Attention by its shapes: 2 D operations for the score of a query and a key, 2 V for the answer."""
+    """Counter of attention's operations, from shapes: 2 D for the score of a query and a key, 2 V for its value."""
 
     flops = 0
 
@@ -103,25 +109,25 @@ class _Pairs(TorchFunctionMode):
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         q, k, v = args[:3]
-        # Causal: half of all pairs are asked for.
-        self.flops += q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])  # half of twice
+        # Causal: half of all pairs count.
+        self.flops += q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])  # half the pairs, each twice
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 def ways_of(config: ExperimentConfig) -> dict[str, Way]:
-    """Way in which each layer of a block goes over the ranks that share a sequence, by its path in the model; empty
-    where each process has whole sequences. [CTX-WAY-D2]"""
+    """The way in which each layer of a block runs on ranks that share a sequence, by its path in the model; empty if
+    each process has whole sequences. [CTX-WAY-D2]"""
     ranks = config.parallel.context
     return {} if ranks == 1 else ways(_one_block(config), ranks)
 
 
 def training_bytes(config: ExperimentConfig, sizes: Sizes, share: Share) -> dict[str, int]:
-    """Least bytes of a process, by purpose: weights, gradients and two moments of its part, the parameters that are
-    gathered while a block runs, the states of its rows, and the logits and the inputs of every block that the backward
-    pass reads. [TRAIN-EST-D3]"""
+    """Lower bound of the bytes of a process, by purpose: weights, gradients and two moments of its part; the parameters
+    gathered while a block runs; the states of its rows; and the logits and block inputs kept for the backward pass.
+    [TRAIN-EST-D3]"""
     model, low = config.model, config.budget.precision == "bfloat16"
     each, tokens = FLOAT // 2 if low else FLOAT, share.rows * share.tokens
-    around = sizes.parameters - (model.layers - 1) * sizes.block  # what is outside of blocks, and one of these
+    around = sizes.parameters - (model.layers - 1) * sizes.block  # outside of blocks, and in one block
     return {
         "weights, gradients and two moments in training": 4 * FLOAT * sizes.own,
         "parameters gathered from others while a block runs": each * around if share.shards > 1 else 0,
@@ -132,8 +138,8 @@ def training_bytes(config: ExperimentConfig, sizes: Sizes, share: Share) -> dict
 
 
 def check_memory(config: ExperimentConfig, limit: int | None, processes: int = 1) -> None:
-    """Refuses an experiment of which a process in a world of so many takes more bytes than `limit`, or than its device
-    has where that is None. [TRAIN-EST-D3]"""
+    """Refuses an experiment if each of `processes` needs more bytes than `limit`, or than its device has if that is
+    None. [TRAIN-EST-D3]"""
     share = share_of(config, processes)
     sizes, budget = sizes_of(config, share.shards), config.budget
     parts = training_bytes(config, sizes, share)
@@ -163,11 +169,11 @@ def check_weights(config: ExperimentConfig) -> None:
 
 
 def check_opening(config: ExperimentConfig, stored: Mapping[str, Tensor], where: str, *, scored: bool) -> None:
-    """Refuses a model that this machine cannot hold, with a batch of its evaluation where it is `scored`, and one that
-    claims more parameters than the tensors that are `stored` have numbers, before it is built. [TRAIN-EST-D6]"""
+    """Refuses, before it is built, a model that this machine cannot hold (if `scored` with a batch for evaluation), and
+    one whose config claims more parameters than the `stored` tensors have elements. [TRAIN-EST-D6]"""
     check_weights(config)
     count = parameters_of(config.model_for_data())
-    # A file's config could claim a model that no machine holds: what is stored bounds it.
+    # The config of a file could claim a model of any size; the stored tensors bound it.
     there = sum(tensor.numel() for name, tensor in stored.items() if name.startswith("model/"))
     if count > there:
         raise CheckpointError(
@@ -198,16 +204,16 @@ def _numbers(module: nn.Module) -> int:
 
 
 def estimate_rows(config: ExperimentConfig, processes: int = 1) -> list[tuple[str, str]]:
-    """Rows of the estimate: what the model weighs, carries and computes, and what a process in a world of so many holds
-    of it; nothing is allocated. [TRAIN-EST-D1]
+    """Rows of the estimate: parameters, state and work of the model, and the share of each of `processes`; nothing is
+    allocated. [TRAIN-EST-D1]
 
-    State: what one sequence carries from token to token, whatever its length without attention.
-    Work: multiplications and additions of a token, forward.
+    State: bytes that one sequence carries from token to token; without attention independent of its length.
+    Work: operations per token of a forward pass.
     """
     share = share_of(config, processes)
     sizes, batch = sizes_of(config, share.shards), config.budget.batch_size
     tokens = batch * config.seq_len
-    # What a token costs a transformer of these sizes: a key and a value a layer.
+    # Bytes per token in the cache of a transformer of this size: a key and a value in each layer.
     cache = 2 * config.model.d_model * config.model.layers * FLOAT
     parts = training_bytes(config, sizes, share)
     taken = [(what, readable(size)) for what, size in parts.items() if size]
@@ -234,8 +240,8 @@ def estimate_rows(config: ExperimentConfig, processes: int = 1) -> list[tuple[st
 
 
 def taped(config: ExperimentConfig, tokens: int) -> dict[str, tuple[str, dict[str, float]]]:
-    """Every memory of a model's block, by its path, scanned over random tokens: the tape and the norms of the
-    cotangents by label, from a unit cotangent of the output. [TRAIN-EST-D2]"""
+    """Tapes of a scan of random tokens by each memory of a block, by its path; and the norms of cotangents by label,
+    from a unit cotangent of the output. [TRAIN-EST-D2]"""
     heads, tapes = config.model.heads, {}
     for path, (memory, d_key, d_value, _) in config.model.rules().items():
         source = torch.Generator().manual_seed(0)
@@ -247,7 +253,7 @@ def taped(config: ExperimentConfig, tokens: int) -> dict[str, tuple[str, dict[st
         q, k = (nn.functional.normalize(x, dim=-1) for x in (q, k))
         how: dict[str, Any] = {"heads": heads, "generator": source}
         params = memory.feature_map.init(d_key, **how)
-        # A deep memory at zero would pull back nothing: weights as a layer draws them.
+        # In a deep memory at zero all cotangents would be 0: weights are drawn as in a layer.
         start = memory.structure.init(memory.feature_map.output_dim(d_key), d_value, **how)
         tape = Tape(observe=True)
         with torch.no_grad():

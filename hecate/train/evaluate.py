@@ -1,5 +1,4 @@
-"""Evaluation of a model: its score on validation batches, its state and levels, and the text it goes on with, drawn
-token by token."""
+"""Evaluation of a model: its score on validation batches, its state and levels, and text generated token by token."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from hecate.states import leaves
 
 
 class Score(NamedTuple):
-    """Means over labelled positions: loss in nats, and the share of correct arg-max answers; bytes of text a label."""
+    """Means over labelled positions: loss in nats, share of correct arg-max answers; and bytes of text per label."""
 
     loss: float
     accuracy: float
@@ -33,7 +32,7 @@ class Score(NamedTuple):
     bytes_per_label: float = 1.0
 
     def value(self, metric: str) -> float:
-        """The score in a source's metric."""
+        """The score in a metric: bits_per_byte, perplexity, or else the accuracy."""
         if metric == "bits_per_byte":
             return self.loss / math.log(2) / self.bytes_per_label
         if metric == "perplexity":
@@ -41,7 +40,7 @@ class Score(NamedTuple):
         return self.accuracy
 
     def record(self, metric: str) -> dict[str, float]:
-        """For metrics.jsonl and checkpoint manifests."""
+        """The score as a record, for metrics.jsonl and checkpoint manifests."""
         return {"validation_loss": self.loss, "accuracy": self.accuracy, metric: self.value(metric)}
 
 
@@ -51,14 +50,14 @@ def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def bytes_per_label(targets: Tensor, lengths: Tensor | None) -> float:
-    """The mean number of bytes of text of labels, from those of every token; one each if None."""
+    """The mean number of bytes of text per label; `lengths` are the bytes of every token, None means 1 each."""
     labels = targets[targets != IGNORED]
     return 1.0 if lengths is None or not labels.numel() else float(lengths[labels].double().mean())
 
 
 def resets_of(batch: Batch, device: torch.device, *, shared: bool = False) -> dict[str, Tensor]:
-    """Keyword arguments that tell a model of documents: none where none starts, unless other ranks have some and all
-    are to be told alike."""
+    """Keyword arguments that tell a model where documents start: empty if none starts in the batch, except with
+    `shared`, when all ranks must pass the same arguments."""
     if batch.resets is None or not (shared or batch.resets.any()):
         return {}
     return {"reset_mask": batch.resets.to(device)}
@@ -66,7 +65,7 @@ def resets_of(batch: Batch, device: torch.device, *, shared: bool = False) -> di
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model as it evaluates, without gradients; as it was afterwards."""
+    """Context with the model in evaluation mode and without gradients; its mode is restored afterwards."""
     training = model.training
     model.eval()
     try:
@@ -86,7 +85,7 @@ def evaluate(
     """The score over all labels of all batches, each label with equal weight; the ranks of a world share the rows of
     each batch [DIST-EVAL-D1]. [TRAIN-EVAL-D1]
 
-    `lengths` are those of the source: bytes of text of every token, one each if None. [DATA-TOKENS-D4]
+    `lengths` are the source's: bytes of text of every token, None for 1 each. [DATA-TOKENS-D4]
     """
     loss, correct, labels, size = 0.0, 0, 0, 0
     shared = world is not None and world.extent("context") > 1
@@ -97,9 +96,9 @@ def evaluate(
             logits, _ = model(tokens, **resets_of(part, device, shared=shared))
             count = int((targets != IGNORED).sum())
             size += count if lengths is None else int(lengths[part.targets[part.targets != IGNORED]].sum())
-            # A mean times its count: every label weighs the same, whatever batch it is in.
+            # The mean times the number of labels, so that every label has the same weight in whatever batch.
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
-            correct += int((logits.argmax(-1) == targets).sum())  # IGNORED is no token
+            correct += int((logits.argmax(-1) == targets).sum())  # IGNORED never equals a token
             labels += count
     if world is not None and world.size > 1:
         loss = float(world.sum(torch.tensor(loss, dtype=torch.float64)))
@@ -108,7 +107,7 @@ def evaluate(
 
 
 class Positions(NamedTuple):
-    """Mean loss in nats over the labels that stand `first .. last` tokens behind the start of their memory."""
+    """Mean loss in nats over the labels `first .. last` tokens after the start of their document or row."""
 
     first: int
     last: int
@@ -123,14 +122,14 @@ class Buckets:
         self._sums, self._counts = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.int64)
 
     def add(self, places: Tensor, losses: Tensor) -> None:
-        """Adds losses, float64 `[N]`, at places, int64 `[N]`."""
+        """Adds losses, float64 `[N]`, at positions, int64 `[N]`."""
         # bucket n holds positions 2^(n-1) .. 2^n - 1: frexp gives that exponent, exactly
         buckets = torch.frexp(places.double()).exponent.long()
         self._sums.index_add_(0, buckets, losses)
         self._counts += torch.bincount(buckets, minlength=64)
 
     def positions(self) -> list[Positions]:
-        """The mean of every bucket that has any."""
+        """The mean of every bucket with labels."""
         spans = ((0, 0), *((1 << n, (2 << n) - 1) for n in range(63)))
         return [
             Positions(*span, float(total) / count, count)
@@ -142,10 +141,10 @@ class Buckets:
 def loss_by_position(
     model: nn.Module, batches: Iterable[Batch], device: torch.device, *, piece: int = 1024
 ) -> list[Positions]:
-    """The loss against how much was read, in buckets 0, 1, 2-3, 4-7, ...; those without a label are left out.
+    """The loss by the number of tokens read, in buckets 0, 1, 2-3, 4-7, ..., without buckets that have no label.
 
-    Position 0 is where a row or a document starts. Sequences may be longer than the model was trained on: they are read
-    in pieces of `piece` tokens on the carried state, so only batches take memory with their length. [TRAIN-EVAL-D2]
+    Position 0 is the start of a row or a document. Sequences may be longer than in training: they are read in pieces of
+    `piece` tokens with the state carried over, so that only the batch itself grows with the length. [TRAIN-EVAL-D2]
     """
     buckets = Buckets()
     with evaluating(model):
@@ -170,8 +169,8 @@ def loss_by_position(
 
 
 def _own_part(batch: Batch, world: World) -> Batch:
-    """This rank's rows of a batch, and of these its tokens where ranks share sequences; one row without labels where
-    there are fewer than ranks, for every rank has to call the model."""
+    """This rank's rows of a batch, and its part of their tokens if ranks share sequences. A rank without rows gets one
+    row without labels, because every rank has to call the model."""
     if world.batch_ranks > 1:
         # Rounded up: the last ranks may have fewer rows, or none.
         each = -(-len(batch.tokens) // world.batch_ranks)
@@ -185,7 +184,7 @@ def _own_part(batch: Batch, world: World) -> Batch:
 
 
 def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> tuple[Batch, Tensor, Any]:
-    """A validation batch of one sequence, the model's logits on it, and its state after it."""
+    """A validation batch of one sequence, the model's logits for it, and the state after it."""
     batch = next(iter(source.validation_batches(1, seq_len, 1)))
     with evaluating(model):
         logits, state = model(batch.tokens[:1].to(device))
@@ -193,13 +192,13 @@ def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.
 
 
 def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, Tensor]:
-    """Tensors, by path, that one sequence carries from call to call, after `seq_len` validation tokens."""
+    """Tensors of one sequence's state, by path, after `seq_len` validation tokens."""
     *_, state = _one_sequence(model, source, seq_len, device)
     return leaves(state)
 
 
 def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, list[LevelHealth]]:
-    """`CMS.health` of every layer of levels, on what it is given on one validation sequence."""
+    """`CMS.health` of every `CMS` layer, by name, on its inputs for one validation sequence."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CMS)}
     activations: dict[nn.Module, Tensor] = {}
 
@@ -212,14 +211,14 @@ def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.d
         if layers:
             _one_sequence(model, source, seq_len, device)
     with warnings.catch_warnings(), unsharded(model):
-        warnings.simplefilter("ignore", HealthWarning)  # the table has a column for it
-        # called by itself a layer has its own parameters, which a run in bfloat16 lends it in that
+        warnings.simplefilter("ignore", HealthWarning)  # the report has a column for it
+        # Called alone, a layer computes with its float32 parameters; in a bfloat16 run its inputs were bfloat16.
         activations = {layer: x.to(next(layer.parameters()).dtype) for layer, x in activations.items()}
         return {name: layer.health(activations[layer]) for name, layer in layers.items() if layer in activations}
 
 
 def solved_example(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> str:
-    """The answers to one validation example of a task, beside its labels."""
+    """A validation example of a task as text, with the model's answers beside the labels."""
     batch, logits, _ = _one_sequence(model, source, seq_len, device)
     tokens, targets, answers = (x.tolist() for x in (batch.tokens[0], batch.targets[0], logits[0].argmax(-1)))
     lines = [f"tokens: {' '.join(map(str, tokens))}"]
@@ -231,28 +230,27 @@ def solved_example(model: nn.Module, source: Source, seq_len: int, device: torch
 
 
 def likely(logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """Probabilities `[V]` to draw from: softmax(logits / temperature) of the `top_k` likeliest tokens, of these the
-    fewest that hold a share `top_p`. [TRAIN-GEN-D2]"""
-    # Below the largest, so that a small temperature leaves the likeliest at 0; one that is 0 in the dtype is no number.
+    """Probabilities `[V]` to draw from: softmax(logits / temperature) over the `top_k` likeliest tokens, of which only
+    the fewest are kept whose probabilities reach `top_p` in all. [TRAIN-GEN-D2]"""
+    # Minus the largest, so that for small temperatures the likeliest stays at 0; `tiny` avoids 0 / 0.
     logits = (logits - logits.max()) / max(temperature, torch.finfo(logits.dtype).tiny)
     if top_k is not None and top_k < len(logits):
-        # -inf in the others, so that the softmax is over the likeliest alone.
+        # -inf for all others, so that the softmax is over the likeliest only.
         indices = torch.topk(logits, top_k).indices
         logits = torch.full_like(logits, -torch.inf).index_copy(0, indices, logits[indices])
     chances = torch.softmax(logits, -1)
     if top_p is not None and top_p < 1:
         ordered, order = chances.sort(descending=True, stable=True)
         ahead = ordered.cumsum(0) - ordered
-        chances = chances.index_fill(0, order[1:][ahead[1:] >= top_p], 0.0)  # the likeliest stays, for a share of 0 too
+        chances = chances.index_fill(0, order[1:][ahead[1:] >= top_p], 0.0)  # the likeliest stays, even for top_p = 0
     return chances
 
 
 class Draws:
-    """Tokens drawn after several prompts at once, as far as they are asked for: a state of constant size each.
-    [TRAIN-GEN-D1]
+    """Generation after several prompts at once, lazily, with a state of constant size for each. [TRAIN-GEN-D1]
 
-    Prompts are read once; shorter ones begin later, and what stands before them writes nothing. Row n draws from
-    generator n alone: what it says does not depend on the others.
+    Prompts are read once; shorter ones are padded on the left, with tokens that are not written. Row n draws from
+    generator n only, so that its tokens do not depend on the other rows.
     """
 
     def __init__(
@@ -281,7 +279,7 @@ class Draws:
             raise ConfigError("generator must be a torch.Generator: torch.Generator().manual_seed(0) is one")
         self._model, self._generators, self._how = model, list(generators), (temperature, top_k, top_p)
         longest = max(map(len, prompts))
-        # Shorter prompts stand at the right: all rows draw at the last place.
+        # Shorter prompts are aligned to the right: all rows draw at the last position.
         self._feed = torch.tensor([[0] * (longest - len(row)) + list(row) for row in prompts], device=device)
         here = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in prompts], device=device)
         self._masks = {} if here.all() else {"write_mask": here}
@@ -322,7 +320,7 @@ def generate(
 ) -> Iterator[int]:
     """Yields `tokens` ids drawn after `prompt`; temperature 0 takes the likeliest. [TRAIN-GEN-D1]
 
-    The prompt is read once, then every token costs one step on the carried state, however long the text.
+    The prompt is read once; then every token costs one step on the carried state, however long the text is.
     """
     expect_count(tokens, "tokens", 0)
     how: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "device": device}
@@ -330,20 +328,20 @@ def generate(
 
 
 def written(tokenizer: Tokenizer, prompt: Sequence[int], ids: Iterator[int], stop: Sequence[str] = ()) -> Iterator[str]:
-    """A prompt and what follows it as text, in parts as soon as they are known; what follows ends ahead of the first
-    of `stop`, which is not shown. [TRAIN-GEN-D3]"""
+    """A prompt and its continuation as text, in pieces as soon as they are final; the continuation ends before the
+    first of the texts `stop`. [TRAIN-GEN-D3]"""
     if not all(text and text.encode("utf-8", "ignore").decode() == text for text in stop):
         raise ConfigError("--stop must be a text of at least one character, in UTF-8")
     ahead, pending = len(tokenizer.decode(prompt)), ""
     for text in tokenizer.pieces(chain(prompt, ids)):
         shown, pending = text[:ahead], pending + text[ahead:]
         ahead -= len(shown)
-        # Of several stops the one that comes first.
+        # If there are several, the earliest one counts.
         places = [place for place in map(pending.find, stop) if place >= 0]
         if places:
             yield shown + pending[: min(places)]
             return
-        # The end of what is known may begin a stop: it is held back until more is known.
+        # If the text so far ends with the beginning of a stop, that part is held back until more is known.
         open_ = max((n for text in stop for n in range(1, len(text)) if pending.endswith(text[:n])), default=0)
         yield shown + pending[: len(pending) - open_]
         pending = pending[len(pending) - open_ :]
@@ -351,7 +349,7 @@ def written(tokenizer: Tokenizer, prompt: Sequence[int], ids: Iterator[int], sto
 
 
 def prompts_of(tokenizer: Tokenizer, texts: Sequence[str], size: int, where: str) -> list[list[int]]:
-    """The ids of prompts, all of which a model of `size` tokens knows."""
+    """The ids of prompts; refuses ids beyond a model's vocabulary of `size` tokens."""
     prompts = [ids.tolist() for ids in tokenizer.encode(list(texts))]
     for text, ids in zip(texts, prompts, strict=True):
         if ids and max(ids) >= size:

@@ -1,5 +1,5 @@
-"""Records that a run writes as it goes, and drops again from where it is resumed: metrics.jsonl, an object of JSON per
-line, appended and locked while it trains; samples.txt; and a family of loggers, each a kind with its options."""
+"""Records that a run writes, and drops after the step from which it is resumed: metrics.jsonl, one JSON object per
+line, appended to and locked while the run trains; samples.txt; and the family of loggers, each a kind with options."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from hecate.variant import Variant
 
 Record = dict[str, Any]
 Place = tuple[str | int, ...]
-"""Of a setting in the config."""
+"""Path of a setting in the config."""
 
 
 class Logger(ABC):
-    """Takes the records of a run, one after the other; rank 0 alone has one."""
+    """Receiver of a run's records, one after the other; only rank 0 has loggers."""
 
     @abstractmethod
     def log(self, record: Mapping[str, Any]) -> None:
-        """One record, as in metrics.jsonl: an event, its step, and facts by name."""
+        """Logs one record, as in metrics.jsonl: an event, its step, and facts by name."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends it: nothing is lost of what was logged."""
+        """Closes the logger, after everything logged is written or sent."""
 
 
 class LoggerKind(Variant, family="logger"):
-    """Config that opens a logger. A subclass with a `kind` joins the family; `loggers` of an experiment lists them.
+    """Config that opens a logger. A subclass with a `kind` joins the family; an experiment lists its `loggers`.
 
-    `package` is what has to be installed, `name` how people call it.
+    `package` is the module that has to be installed, `name` its name in messages.
     """
 
     package: ClassVar[str]
     name: ClassVar[str]
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> Logger:
-        """The logger of a run in its folder, with the settings of the experiment."""
+        """Opens the logger of the run in this folder; `config` has the settings of the experiment."""
         raise NotImplementedError(f"{type(self).__name__} does not define open")
 
 
@@ -72,8 +72,8 @@ class Tensorboard(LoggerKind):
 class Wandb(LoggerKind):
     """wandb: numbers as EVENT/NAME over `step`, in the folder `wandb` of the run.
 
-    Offline, unless `mode` or the environment's WANDB_MODE says otherwise: `wandb sync` sends what was written. A run
-    that is resumed is one run there, too.
+    Offline, unless `mode` or the environment variable WANDB_MODE says otherwise: `wandb sync` uploads the files. A
+    resumed run remains the same run there.
 
     References: the documentation of Weights & Biases. [TRAIN-LOG-D1]
     """
@@ -89,19 +89,19 @@ class Wandb(LoggerKind):
         mode = self.mode or os.environ.get("WANDB_MODE") or "offline"
         run = wandb.init(
             project=self.project, entity=self.entity, name=config["name"], dir=str(folder), config=dict(config),
-            # Offline there is no run to ask for; syncing joins what has one id.
+            # Offline there is no server to ask for the run; syncing merges runs with the same id.
             id=identity_of(folder), resume=None if mode == "offline" else "allow", mode=mode,
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
         run.define_metric("step")
-        run.define_metric("*", step_metric="step")  # steps that a resume repeats are told again
+        run.define_metric("*", step_metric="step")  # a resume logs some steps again
         return _Library(lambda scalars, record: run.log({**scalars, "step": record["step"]}), run.finish)
 
 
 class Trackio(LoggerKind):
     """trackio: numbers as EVENT/NAME by step, in trackio's own folder on this machine.
 
-    The run is called by the name of the experiment and a part of its own, and is one run when it is resumed.
+    The run is named after the experiment, with a unique suffix; a resumed run remains the same run.
 
     References: the documentation of trackio. [TRAIN-LOG-D1]
     """
@@ -113,7 +113,7 @@ class Trackio(LoggerKind):
     def open(self, folder: Path, config: Mapping[str, Any]) -> Logger:
         trackio = importlib.import_module(self.package)
         name = f"{config['name']}-{identity_of(folder)[:8]}"
-        with redirect_stdout(sys.stderr):  # it greets, and standard output is the result's
+        with redirect_stdout(sys.stderr):  # it prints a greeting, and standard output is for the result
             run = trackio.init(project=self.project, name=name, config=dict(config), resume="allow")
 
         def end() -> None:
@@ -124,7 +124,7 @@ class Trackio(LoggerKind):
 
 
 class _Library(Logger):
-    """Hands the numbers of records on to a library."""
+    """Logger that passes the numbers of records to a library's function."""
 
     def __init__(self, tell: Callable[[dict[str, float], Mapping[str, Any]], None], end: Callable[[], None]) -> None:
         self._tell, self._end = tell, end
@@ -138,7 +138,7 @@ class _Library(Logger):
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record as `EVENT/NAME`, but for its step and its time."""
+    """The numbers of a record as `EVENT/NAME`, without its step and time."""
     return {
         f"{record['event']}/{name}": value
         for name, value in record.items()
@@ -147,7 +147,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def identity_of(folder: Path) -> str:
-    """By what a logger knows the run in a folder again, drawn when it is first asked for."""
+    """Random id by which loggers recognise the run in a folder; drawn and stored on first use."""
     file = folder / "logger-id.txt"
     with refusing(f"write {file}", "make it writable"):
         if not file.exists():
@@ -156,7 +156,7 @@ def identity_of(folder: Path) -> str:
 
 
 def check_loggers(asked: Iterable[tuple[Place, LoggerKind]]) -> None:
-    """Refuses a logger whose package is not here, by the setting that asks for it, and two of one kind."""
+    """Refuses a logger whose package is not installed, naming the setting that asks for it, and two of one kind."""
     kinds: set[str] = set()
     for path, kind in asked:
         if kind.kind in kinds:
@@ -172,7 +172,7 @@ def check_loggers(asked: Iterable[tuple[Place, LoggerKind]]) -> None:
 def open_loggers(
     asked: Iterable[tuple[Place, LoggerKind]], folder: Path, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Logger]]:
-    """Opens the loggers of a run, with their names."""
+    """Opens the loggers of a run, and yields each with its name."""
     for _, kind in asked:
         with telling(f"logger {kind.kind}"):
             logger = kind.open(folder, config)
@@ -181,7 +181,8 @@ def open_loggers(
 
 @contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Tells an exception in what a run calls of others as `HookError`, with the name of it. [TRAIN-HOOK-D1]"""
+    """Context that turns an exception in a user's or library's code into a `HookError` that names it.
+    [TRAIN-HOOK-D1]"""
     try:
         yield
     except HookError:
@@ -193,22 +194,22 @@ def telling(what: str) -> Iterator[None]:
 
 
 CLOCK = ("time", "elapsed")
-"""Fields of a record that differ from one writing to the next."""
+"""Fields of a record that differ when the same step is recorded again."""
 NUMBERS = frozenset((
     *CLOCK, "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory", "mfu", "seconds",
     "validation_loss", "accuracy", "bits_per_byte", "perplexity",
 ))  # fmt: skip
-"""Facts that are numbers: a record of another writer may lack any, and is read without those that are none."""
+"""Facts that must be numbers: those in an untrusted file that are not are ignored, and any may be missing."""
 MOST = 1 << 63
-"""Beyond which an integer is no number of a run."""
-_HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # of a sample
+"""Bound of the integers in records."""
+_HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # the header of a sample
 _AFTER = "continue with --resume"
 
 
 class MetricsWriter:
-    """Appends records, and hands them on to `loggers`, by their names.
+    """Writer that appends records to metrics.jsonl, and passes them to `loggers`, pairs of name and logger.
 
-    One process at a time: the lock ends with the process, however it ends. [TRAIN-RUN-D6]
+    One process at a time can write: the lock ends with the process, however it ends. [TRAIN-RUN-D6]
     """
 
     def __init__(self, path: Path) -> None:
@@ -217,7 +218,7 @@ class MetricsWriter:
         self._again: list[Record] = []
         with refusing(f"write {path}", then=_AFTER):
             if path.is_file() and not path.is_symlink() and path.stat().st_nlink > 1:
-                write_file(path, read_whole(path))  # appending would change what the other names are for, too
+                write_file(path, read_whole(path))  # a hard link: appending would change the file under its other names
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             try:
                 lock(self._file, path)
@@ -231,11 +232,11 @@ class MetricsWriter:
         self._cut(len(b"".join(_lines(path))))
 
     def write(self, record: Record) -> None:
-        """One line, at once in the file, so that a reader never waits for it."""
+        """Appends a record as one line, without buffering, so that readers see it at once."""
         if _timeless(record) in self._again:
             return
         with self._writing():
-            # In one write where the system takes it: another reader sees whole lines.
+            # In one write if the system accepts it, so that readers see whole lines.
             rest = (json.dumps(record) + "\n").encode()
             while rest:
                 rest = rest[os.write(self._file, rest) :]
@@ -244,21 +245,21 @@ class MetricsWriter:
                 logger.log(record)
 
     def rewind(self, step: int) -> Record:
-        """Drops the records after `step`, which a run that continues there writes again; the latest of each fact that
-        is kept.
+        """Drops the records after `step`, which a run that continues there writes again; returns the latest value of
+        each fact in the remaining ones.
 
-        What it writes of `step` itself a second time is left out. [TRAIN-METRICS-D1]
+        Records of `step` itself that are written a second time are skipped. [TRAIN-METRICS-D1]
         """
-        # Whole lines alone: what a killed process has left of one is cut.
+        # Whole lines only: an incomplete line of a killed process is cut off.
         lines = _lines(self._path)
         records = [(n, record) for n, record in enumerate(map(_parse, lines), 1) if record and record["step"] <= step]
         self._cut(sum(map(len, lines[: records[-1][0] if records else 0])))
-        # An evaluation at the step of the checkpoint is done again, and is not to be told twice.
+        # An evaluation at the step of the checkpoint may be repeated, and must not be recorded twice.
         self._again = [_timeless(record) for _, record in records if record["step"] == step]
         return {key: value for _, record in records for key, value in record.items()}
 
     def sync(self) -> None:
-        """Forces the records to disk: a checkpoint must not outlive those before it."""
+        """Forces the records to disk: a checkpoint must not be on disk before the records up to it."""
         with self._writing():
             sync_open(self._file, self._path)
 
@@ -269,7 +270,7 @@ class MetricsWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A write; refused once the file is gone, and the folder with it: what follows would be lost."""
+        """Context of a write; refuses if the file was moved or deleted, as further records would be lost."""
         with refusing(f"write {self._path}", then=_AFTER):
             if not (self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat())):
                 raise CheckpointError(
@@ -284,13 +285,13 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:
             stack.callback(os.close, self._file)
-            for name, logger in self.loggers:  # each is closed, whatever another one says
+            for name, logger in self.loggers:  # each is closed, even if another one fails
                 stack.enter_context(telling(f"logger {name}"))
                 stack.callback(logger.close)
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of the run as it stands: those that a later resume has undone are left out."""
+    """The valid records of a run, without those that a later resume has undone."""
     records: list[Record] = []
     for record in filter(None, map(_parse, _lines(path))):
         if record["event"] == "resume":
@@ -304,14 +305,14 @@ def _timeless(record: Record) -> Record:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The whole lines of a file; the last one of a killed writer may not be."""
+    """The complete lines of a file, without an incomplete last line of a killed writer."""
     with refusing(f"read {path}", "put a run's own file in its place"):
         lines = read_whole(path).splitlines(keepends=True) if path.exists() else []
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
 def _parse(line: bytes) -> Record | None:
-    """A record, with its event and step; None for what no run has written."""
+    """A record with an event and a step; None for anything else."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -327,13 +328,13 @@ def _is_number(value: Any) -> bool:
 
 
 def add_sample(path: Path, step: int, text: str) -> None:
-    """Puts a sample behind those of earlier steps; others are of a run that was undone."""
-    indented = _HEADER.sub(rb" \g<0>", text.encode() + b"\n")  # a model may write a header, too
+    """Appends a sample to those of earlier steps; drops those of the same or later steps, which a resume has undone."""
+    indented = _HEADER.sub(rb" \g<0>", text.encode() + b"\n")  # a model may generate a header, too
     _replace(path, step - 1, b"--- step %d\n" % step + indented)
 
 
 def rewind_samples(path: Path, step: int) -> None:
-    """Drops samples after `step`, which a run that continues there draws again."""
+    """Drops the samples after `step`, which a run that continues there draws again."""
     if path.exists():
         _replace(path, step, b"")
 

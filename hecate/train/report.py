@@ -1,5 +1,5 @@
-"""report.md and report.html: a run's result beside its baselines, with figures (by matplotlib), on the first screen;
-then levels, sizes, settings, data, and how to repeat it."""
+"""report.md and report.html: first a run's result beside its baselines, and figures (if matplotlib is installed); then
+levels, sizes, settings, data, and the commands to repeat the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STYLE = (
     "padding:.25rem .75rem;text-align:left}pre,code{background:#8882;border-radius:4px}pre{padding:.75rem;"
     "overflow-x:auto}code{padding:.1rem .25rem}pre code{padding:0;background:none}img{max-width:100%;border-radius:4px}"
 )
-"""Of the HTML page: the reader's light or dark."""
+"""CSS of the HTML page, which follows the reader's light or dark theme."""
 
 KINDS = {"png": "png", "svg": "svg+xml"}
 
@@ -45,7 +45,8 @@ KINDS = {"png": "png", "svg": "svg+xml"}
 def write_report(
     trainer: Trainer, folder: Path, score: Score | None, baselines: Mapping[str, float], status: str
 ) -> None:
-    """Writes report.md and, with matplotlib, figures: on rank 0, after what every rank computes."""
+    """Writes report.md, report.html and, with matplotlib, figures, on rank 0; every rank takes part in computing
+    them."""
     metric, config = trainer.source.metric, trainer.config
     one_sequence = trainer.model, trainer.source, config.seq_len, trainer.device
     # Every rank takes part in the forward passes; only rank 0 writes.
@@ -72,23 +73,23 @@ def write_report(
 
 
 def write_page(path: Path, text: str) -> None:
-    """Writes a page in Markdown, and beside it the same as one HTML file that holds its figures."""
+    """Writes a page in Markdown, and beside it the same page as one HTML file with embedded figures."""
     write_file(path, text)
     write_file(path.with_suffix(".html"), html_page(text, path.parent))
 
 
 def html_page(text: str, folder: Path) -> str:
-    """A page that needs no other file: pictures that lie in the folder, and are no links, are in it."""
+    """The HTML of a page in Markdown; pictures that are regular files in the folder are embedded."""
     from markdown_it import MarkdownIt
 
     def inline(match: re.Match[str]) -> str:
         picture = folder / match[1]
-        # A page is handed on: it must not carry a file that a link in its folder leads to.
+        # Pages are passed on to others: they must not contain a file outside the folder, through a link.
         inside = picture.resolve().is_relative_to(folder.resolve()) and picture.is_file() and not picture.is_symlink()
         data = base64.b64encode(picture.read_bytes()).decode() if inside else ""
         return f'src="data:image/{KINDS[match[2]]};base64,{data}"' if inside else match[0]
 
-    # Names and prompts come from others: nothing of them is markup.
+    # Names and prompts are untrusted: HTML in them is escaped.
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(re.sub(r"(?m)^<!--.*-->\n?", "", text))
     title = html.escape(text.partition("\n")[0].removeprefix("# "))
     body = re.sub(r'src="([^":]+\.(png|svg))"', inline, body)
@@ -96,7 +97,7 @@ def html_page(text: str, folder: Path) -> str:
 
 
 def _outcome(trainer: Trainer, environment: Mapping[str, Any], status: str) -> str:
-    """The end of a run, and when, from which commit and by which command it was started."""
+    """Sentences on how a run ended, and on when, at which commit and by which command it was started."""
     budget, seed = trainer.config.budget, trainer.config.seed
     commit = f" at commit {environment['commit'][:12]}" if environment.get("commit") else ""
     program, *rest = environment.get("command") or [""]
@@ -115,7 +116,7 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _line(text: str) -> str:
-    """A text that others have written as one line, so that it cannot end the code it is shown as."""
+    """An untrusted text as one line, so that it cannot end the code block or cell that shows it."""
     return printable(text, MESSAGE)
 
 
@@ -132,7 +133,7 @@ def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) ->
 
 
 def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> str:
-    # Measured on a state, not computed: what a layer really carries.
+    # Measured on a state that the model returned, rather than computed from its config.
     state = sum(leaf.nbytes for leaf in leaves.values())
     rows = {
         "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
@@ -171,7 +172,7 @@ def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
 
 
 def _settings(trainer: Trainer) -> str:
-    """The settings that are not at their defaults, and what each optimiser trained."""
+    """The settings that are not at their defaults, and the number of parameters that each optimiser trained."""
     foreign = trainer.own_model
     settings = dump_yaml({k: v for k, v in short(trainer.config).items() if not (foreign and k == "model")})
     beside = f", but for those of `model`: it was the caller's {type(trainer.model).__name__}" if foreign else ""
@@ -210,7 +211,7 @@ def _commands(folder: Path, environment: Mapping[str, Any], *, foreign: bool) ->
 
 
 def column(records: Iterable[Mapping[str, Any]], event: str, name: str) -> list[float]:
-    """A fact of the records of an event that tell it."""
+    """The values of a fact in those records of an event that have it."""
     return [record[name] for record in records if record["event"] == event and name in record]
 
 
@@ -226,9 +227,9 @@ def table_by_position(curves: Iterable[tuple[int, Iterable[Positions]]]) -> Tabl
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A line for each row, with these of its facts."""
+    """CSV of rows: a header, and a line for each row with these columns."""
     text = io.StringIO()
-    # Records have more facts than a table, and more in later versions.
+    # Rows may have more facts than columns.
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -236,7 +237,7 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table as Markdown writes it; a bar in a cell does not end it."""
+    """A table in Markdown, with bars in cells escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -244,7 +245,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def _figures(
     records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float], score: Score | None
 ) -> str:
-    """Draws the loss and, for tasks, the accuracy; the lines that show them."""
+    """Draws the loss and, for tasks, the accuracy; returns the Markdown that shows them."""
     if figure_type() is None:
         return f"Not drawn: matplotlib is not installed: {install_line('plot')}."
 

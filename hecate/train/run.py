@@ -1,4 +1,4 @@
-"""A run folder: training with files, display, hooks, signals and a report at the end."""
+"""Training in a run folder: files, display, hooks, signals, and a report at the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from hecate.train.trainer import Trainer
 
 
 class Hooks:
-    """Calls of a run, each of which does nothing until a subclass overrides it. [TRAIN-HOOK-D1]
+    """Callbacks of a run, which do nothing unless a subclass overrides them. [TRAIN-HOOK-D1]
 
         class Shout(Hooks):
             def on_eval(self, trainer, record):
@@ -50,26 +50,26 @@ class Hooks:
 
         run_experiment(config, folder, hooks=[Shout()])
 
-    Records are those of metrics.jsonl. In a world of several processes every one has its hooks called; `trainer.world`
-    tells which it is. An exception ends the run, which can be resumed. A hook that changes the trainer changes the run;
-    of torch's random numbers it should draw from a generator of its own.
+    Records are those of metrics.jsonl. With several processes, each calls its hooks; `trainer.world` says which process
+    it is. An exception ends the run, which can then be resumed. A hook that changes the trainer changes the run; random
+    numbers should come from a generator of its own.
     """
 
     def on_step(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
-        """After each step, whose record has loss, lr, grad_norm and tokens."""
+        """Called after each step; its record has loss, lr, grad_norm and tokens."""
 
     def on_eval(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
-        """After each evaluation, whose record has validation_loss."""
+        """Called after each evaluation; its record has validation_loss."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """After a checkpoint is on disk, complete; of one that is written behind the run, ahead of the next."""
+        """Called after a checkpoint is complete on disk; with budget.save=async, before the next one is written."""
 
 
 Status = Literal["finished", "interrupted", "out of time"]
 
 
 class RunResult(NamedTuple):
-    """Result of a run; `signal` is the number of the signal that interrupted it, maybe before it had a score."""
+    """Result of a run; `signal` is the number of the signal that interrupted it, if any; then `score` may be None."""
 
     status: Status
     step: int
@@ -95,23 +95,23 @@ def run_experiment(
 ) -> RunResult:
     """Trains, evaluates, saves and reports into `folder`. [TRAIN-RUN-D1]
 
-    The caller's global random state is left as it was: the run has its own, seeded by the config. What takes more than
-    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] In a `world` of several processes every
-    one calls it with the same arguments; rank 0 alone writes and shows. `hooks` are called as the run goes on; where it
-    is resumed, the settings that `allow` names may differ from those of its checkpoint. [DIST-RUN-D1]"""
+    The caller's global random state is restored afterwards; the run has its own, seeded by the config. An experiment
+    that needs more than `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] In a `world` of
+    several processes, each calls this with the same arguments; only rank 0 writes and displays. `hooks` are called
+    during the run. In a resumed run, the settings named in `allow` may differ from its checkpoint's. [DIST-RUN-D1]"""
     if not isinstance(config, ExperimentConfig):
         cure = "load_experiment makes one of a preset or a file"
         raise ConfigError(f"config must be an ExperimentConfig, got {shorten(config)}; {cure}")
     config, folder, world = config.validated(), Path(folder), world or World.alone(config.budget.device)
     world.agree({"out": str(folder), "resume": resume, "allow": list(allow)})
     check_allowed(allow, config, resume)
-    # Ahead of data and model, which may take minutes: a slip in a path is told at once.
+    # Before data and model are loaded, which may take minutes: a wrong path is reported at once.
     world.from_main(lambda: check_folder(folder, resume))
     if model is None:
         check_memory(config, mem_limit, world.size)
-    here = config.budget.device == "cuda" and torch.cuda.is_available()  # `Trainer` refuses a device that is not here
+    here = config.budget.device == "cuda" and torch.cuda.is_available()  # `Trainer` refuses a device that is missing
     devices = [torch.cuda.current_device()] if here else []
-    # The caller's draws go on afterwards as if nothing had been trained.
+    # The caller's random state is as before afterwards.
     with torch.random.fork_rng(devices=devices), ExitStack() as stack:
         shown = stack.enter_context((display or Display()) if world.main else Display(quiet=True))
         torch.manual_seed(config.seed)
@@ -136,7 +136,7 @@ def run_experiment(
         behind, group = config.budget.save == "async", group_of(world)
         saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
         run = _Run(trainer, folder, shown, writers[0] if writers else None, signals, saver, hooks, allow)
-        # A folder is written only when its checkpoint is known to fit: nothing of another run is lost.
+        # Files are only written once the checkpoint is known to be of this run: nothing of another run is lost.
         run.restore()
         world.from_main(begin)
         world.remember(str(folder))
@@ -144,19 +144,19 @@ def run_experiment(
 
 
 def _begin(config: ExperimentConfig, folder: Path) -> None:
-    """Writes what a run is, once it is found to fit the checkpoint, if any."""
+    """Writes config, tokenizer and environment of a run that is new, or whose checkpoint fits."""
     with refusing(f"write run folder {folder}", "choose another --out"):
         for part in (folder, folder / "figures", folder / CHECKPOINTS):
             sweep(part)
         text = getattr(config.data.tokenizer(), "text", None)
-        if text is not None:  # generation is not to need the data
+        if text is not None:  # so that generation does not need the data
             write_file(folder / TOKENIZER, text)
         write_file(folder / CONFIG, dump_experiment(config))
         write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """Refuses to write over another run, or to resume what is none."""
+    """Refuses to overwrite another run, or to resume a folder that is not a run."""
     if printable(str(folder)) != str(folder):
         raise CheckpointError(f"the name of {folder} is not plain UTF-8, which checkpoints need; choose another --out")
     check_entries(folder)
@@ -177,7 +177,7 @@ def open_run(folder: Path | str, which: str = "best") -> tuple[Trainer, int]:
     """The trainer of a run folder with the parameters of its `best` or `newest` checkpoint."""
     expect_choice(which, "checkpoint", ("best", "newest"))
     folder = Path(folder)
-    expect_run(folder)  # whose data it is scored on
+    expect_run(folder)  # a whole run: its config has the data to score on
     path, checkpoint = chosen_checkpoint(folder, which)
     config = load_experiment(folder / CONFIG)
     check_opening(config, checkpoint.tensors, str(path), scored=True)
@@ -188,13 +188,13 @@ def open_run(folder: Path | str, which: str = "best") -> tuple[Trainer, int]:
 
 def fresh_folder(name: str) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that does not exist."""
-    # Never one that is there, whatever is in it.
+    # An existing folder is never used, whatever it contains.
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 
 
 def latest_folder(source: str | None) -> Path:
-    """The run of this experiment that was written last."""
+    """The newest run folder of this experiment in runs/."""
     name = load_experiment(source or "quickstart").name
     folders = [
         path
@@ -207,7 +207,7 @@ def latest_folder(source: str | None) -> Path:
 
 
 def environment(config: ExperimentConfig) -> dict[str, Any]:
-    """Versions, platform, threads, commit and time: what a reader needs to repeat the numbers."""
+    """Versions, platform, threads, commit, time and command, for reproducing a run."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit_of(Path.cwd()),
         "python": platform.python_version(), "platform": platform.platform(),
@@ -217,7 +217,7 @@ def environment(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str] = ("torch", "numpy", "pydantic", "safetensors", "PyYAML")) -> dict[str, str]:
-    """Of hecate, however it came here, and of packages: by default those that numbers depend on."""
+    """Versions of hecate and of packages: by default those that results depend on."""
     installed = {"hecate": sys.modules["hecate"].__version__} | dict.fromkeys(packages, "not installed")
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -227,12 +227,12 @@ def versions(packages: Iterable[str] = ("torch", "numpy", "pydantic", "safetenso
 
 @dataclass
 class _Run:
-    """The loop over steps, and what happens between them."""
+    """The loop over steps, with evaluations, samples and checkpoints in between."""
 
     trainer: Trainer
     folder: Path
     display: Display
-    metrics: MetricsWriter | None  # of the process that writes the records
+    metrics: MetricsWriter | None  # only in the process that writes the records
     signals: Signals
     saver: Saver
     hooks: Sequence[Hooks] = ()
@@ -249,7 +249,7 @@ class _Run:
         self.progress = Progress(self.trainer.config, self.trainer.world, self.trainer.source.metric)
 
     def restore(self) -> None:
-        """Continues from the newest sound checkpoint; what was written after it is dropped."""
+        """Continues from the newest sound checkpoint, and drops the records and samples written after it."""
         newest = self.saver.newest(self.trainer)
         if newest is not None:
             path, checkpoint, skipped = newest
@@ -282,11 +282,11 @@ class _Run:
             self._tell("allow", settings=self.changed)
             for name, (there, here) in self.changed.items():
                 self.display.say(f"allowed: {name} was {shorten(there)} and is {shorten(here)}")
-            self._save(anew=True)  # which the next resume finds as it is
+            self._save(anew=True)  # with the new settings, so that the next resume needs no `allow`
         self.display.start(trainer.config.name, trainer.step, budget.steps)
         try:
             if trainer.step:
-                self._follow_up()  # what a signal has cut short there
+                self._follow_up()  # a signal may have cut it short at this step
             while trainer.step < budget.steps and self._status() == "finished":
                 began = time.monotonic()
                 result = trainer.train_step()
@@ -299,7 +299,7 @@ class _Run:
                 self._follow_up()
             status: Status = self._status()
             baselines = self._finish(status)
-        except Interrupted:  # what it found is saved, and reported without evaluating anything
+        except Interrupted:  # the state is saved, and reported without another evaluation
             status, baselines = "interrupted", {}
             self._save()
             if not self.ended:
@@ -310,7 +310,7 @@ class _Run:
         return RunResult(status, trainer.step, self.folder, metric, self._score(), baselines, signal)
 
     def _tell(self, event: str, **facts: Any) -> Record:
-        """Writes a record of what has happened now."""
+        """Writes a record of an event at the current step, and returns it."""
         record = {"event": event, "step": self.trainer.step, **facts, **self.progress.clock()}
         with self._alone():
             if self.metrics is not None:
@@ -318,7 +318,7 @@ class _Run:
         return record
 
     def _call(self, name: str, argument: Any) -> None:
-        """Calls the hooks of this rank in turn; an exception of one is told as `HookError` with its name."""
+        """Calls this rank's hooks in turn; an exception in one becomes a `HookError` with its name."""
         with self._alone():
             for hook in self.hooks:
                 with telling(f"hook {type(hook).__name__}.{name}"):
@@ -326,7 +326,8 @@ class _Run:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Around what a rank does by itself: an error of it is raised where all meet next, for they would wait."""
+        """Around work that one rank does alone: with several ranks, an error is raised on all of them at their next
+        `_meet`, as the others would wait for this one."""
         try:
             yield
         except HecateError as error:
@@ -335,13 +336,13 @@ class _Run:
             self.fault = self.fault or error
 
     def _meet(self) -> None:
-        """Ends the run on every rank where something has failed on one. [DIST-RUN-D3]"""
+        """Raises an error on every rank if something has failed on one. [DIST-RUN-D3]"""
         self.trainer.world.raise_first(self.fault)
 
     def _status(self) -> Status:
         world, minutes = self.trainer.world, self.trainer.config.budget.minutes
         late = minutes is not None and time.monotonic() - self.began > 60 * minutes
-        # One collective a step for all that may end a run, so that every rank ends at the same one.
+        # One collective per step for all reasons to end, so that every rank ends at the same step.
         flags = self.fault is not None, self.signals.received is not None, late
         faults, signals, lates = world.sum(torch.tensor(flags, dtype=torch.int64)).tolist()
         if faults:
@@ -351,11 +352,11 @@ class _Run:
         return "out of time" if lates else "finished"
 
     def _follow_up(self) -> None:
-        """The save comes last: a run that is resumed there has all that went before."""
+        """Evaluates, samples and saves when due. Saving comes last: the checkpoint then has the score of its step."""
         trainer, budget = self.trainer, self.trainer.config.budget
         if trainer.step >= budget.steps:
-            return  # the end does all of this
-        # A run that a signal has cut off here has its score in the checkpoint already.
+            return  # `_finish` does all of this
+        # After a resume, the checkpoint of this step may have the score already.
         known = self.saved is not None and self.saved[0] == trainer.step and self.saved[1]
         if trainer.step % budget.eval_every == 0 and not known:
             self._evaluate()
@@ -379,14 +380,14 @@ class _Run:
         self._call("on_eval", record)
 
     def _score(self) -> Score | None:
-        """Of the model as it stands, if it was evaluated."""
+        """The score at the current step, if the model was evaluated there."""
         return self.scored[1] if self.scored and self.scored[0] == self.trainer.step else None
 
     def _save(self, *, anew: bool = False) -> None:
-        """Writes a checkpoint, unless it is there; `anew` one of the same step under other settings."""
+        """Writes a checkpoint, unless this step has one; `anew` replaces it, for other settings."""
         score, step = self._score(), self.trainer.step
         record = score.record(self.trainer.source.metric) if score else {}
-        # A manifest has plain JSON, which knows neither NaN nor infinity.
+        # A manifest is strict JSON, which has neither NaN nor infinity.
         metrics = {name: value for name, value in record.items() if math.isfinite(value)}
         if self.saved is not None and self.saved[0] == step and metrics in ({}, self.saved[1]):
             if not anew:
@@ -404,7 +405,7 @@ class _Run:
             self._await_checkpoint()
 
     def _await_checkpoint(self) -> None:
-        """Waits for the checkpoint that is being written, and tells the hooks of it."""
+        """Waits until the latest checkpoint is written, then calls the hooks with it."""
         self.saver.wait()
         path, self.unseen = self.unseen, None
         if path is not None:
@@ -419,7 +420,7 @@ class _Run:
                 add_sample(self.folder / "samples.txt", self.trainer.step, text)
 
     def _finish(self, status: Status) -> dict[str, float]:
-        """Ends a run at the end of its budget: validates, saves, samples and reports; returns the baselines."""
+        """Finishes a run at the end of its budget: evaluates, saves, samples and reports; returns the baselines."""
         self._evaluate()
         self._save()
         self._sample()

@@ -1,10 +1,11 @@
-"""Checkpoints that many processes write and read together, each its own part. [CKPT-SHARD-D1]
+"""Checkpoints that several processes write and read together, each its own part. [CKPT-SHARD-D1]
 
-torch's distributed checkpoint (DCP) writes the parts as safetensors files and cuts them anew for a world of another
-size. It trusts the folder it reads: a missing file, one of a former world or another dtype passes silently. So here a
-manifest lists every file with its hash and every block of every tensor; it is written last, and held against the folder
-before anything is loaded. All processes succeed, or all raise the same `CheckpointError`. Nothing in a file is pickled.
-`Saver` writes those of a run while it goes on, by one process or many.
+torch's distributed checkpoint (DCP) writes the parts as safetensors files, and redistributes them when another number
+of processes loads them. It trusts the folder it reads: a missing file, a file of an earlier save or another dtype
+passes silently. So a manifest lists every file with its hash, and every block of every tensor; it is written last, and
+the folder is verified against it before anything is loaded. All processes succeed, or all raise the same
+`CheckpointError`. Nothing in a file is pickled.
+`Saver` writes the checkpoints of a run, from one process or several, optionally in the background.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
-"""Tensor, file, offset, shape and dtype."""
+"""Tensor, file, offset, shape and dtype of a block."""
 
 
 class Team:
-    """The processes of a gloo group, which act together and fail together.
+    """The processes of a gloo group, which succeed together or fail together.
 
-    `group` must be of the CPU (gloo) and used by nothing else while a checkpoint is written behind a run.
+    `group` must have the CPU backend gloo, and must not be used for anything else while a checkpoint is written in the
+    background.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -56,12 +58,13 @@ class Team:
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def all(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        """Results of `act`, plain JSON, on every rank; where it fails on one, all raise what the first of them did.
+        """The results of `act`, plain JSON, of all ranks, on every rank; if it fails on any, all ranks raise the error
+        of the first that failed.
 
-        Raises `CheckpointError` as well where another rank has ended or does not answer in the group's time.
+        Also raises `CheckpointError` if another rank has ended, or does not answer within the group's timeout.
         """
         try:
-            # What fails on one rank must not leave the others waiting: a fault goes round like a result.
+            # A rank that fails must not leave the others waiting: its error is exchanged like a result.
             mine = {"value": act()}
         except HecateError as error:
             mine = {"error": str(error)}
@@ -76,7 +79,7 @@ class Team:
     def _exchange(self, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
         from torch import distributed
 
-        # JSON in bytes: torch's own exchange of objects would unpickle what comes.
+        # JSON as bytes: torch's own exchange of objects unpickles what it receives.
         data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         # Lengths first, then texts padded to the longest: a gather takes tensors of one size.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -91,7 +94,7 @@ class Team:
 
 
 def lost(what: str, error: BaseException) -> store.LeftAloneError:
-    """The error of a process that the others have left alone."""
+    """The error for a failed exchange: another process has ended, or does not answer."""
     first = str(error).strip().partition("\n")[0]
     return store.LeftAloneError(
         f"cannot {what}: another process of the run has ended or does not answer ({first}); start the run again with "
@@ -100,20 +103,20 @@ def lost(what: str, error: BaseException) -> store.LeftAloneError:
 
 
 def group_of(world: World) -> ProcessGroup | None:
-    """A gloo group of a world's processes, for checkpoints alone; None where there is one process. Together."""
+    """A gloo group of a world's processes, for checkpoints only; None for a single process. All ranks call it."""
     if world.size == 1:
         return None
     from torch import distributed
 
-    # Of its own: a thread writes behind the run, whose own collectives must not meet these.
+    # A separate group: a background thread writes, and its collectives must not mix with those of the run.
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
 
 def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
-    """A checkpoint whose tensors are copied as they stand now; together.
+    """A checkpoint with copies of the tensors' present values; all ranks call it together.
 
-    Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
-    are written. Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
+    Every rank passes the same names, with `DTensor`s, or with plain tensors that are equal on all ranks, of which the
+    lowest rank's are written. Rank 0 determines the aliases: a rank whose part of a tensor is empty could not."""
     tensors = {name: _sum_parts(tensor) for name, tensor in sorted(checkpoint.tensors.items())}
 
     def describe() -> list[Any]:
@@ -133,17 +136,17 @@ def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
 
 
 def _sum_parts(tensor: Tensor) -> Tensor:
-    """A `DTensor` whose parts are still to be added up has no blocks to store."""
+    """The tensor; a `DTensor` with partial sums, which has no blocks to store, is summed to a whole tensor."""
     if is_sharded(tensor) and any(placement.is_partial() for placement in getattr(tensor, "placements")):  # noqa: B009
         return gathered(tensor)
     return tensor
 
 
 def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
-    """Writes `folder/step_XXXXXXXX`, of what is `staged`, together; the folder is one that all processes share.
+    """Writes the staged checkpoint to `folder/step_XXXXXXXX`; all ranks call it together, on a disk that they share.
     [CKPT-SHARD-D1]
 
-    Facts are those of rank 0. Raises the same `CheckpointError` on all ranks.
+    The facts are rank 0's. Raises the same `CheckpointError` on all ranks.
     """
     what, first = f"write checkpoint {folder / f'step_{checkpoint.step:08d}'}", team.rank == 0
     with ExitStack() as stack:
@@ -174,7 +177,7 @@ def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
 
 
 def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: Team) -> None:
-    """Each rank's blocks, durable, in a file of its own."""
+    """Writes each rank's blocks to its own file, and forces it to disk."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -184,7 +187,7 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
         save(
             dict(stored),
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            # A replicated tensor is written once, by the rank that every rank can name.
+            # A replicated tensor is written once, by the lowest rank, which every rank knows.
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
             process_group=team.group,
         )
@@ -199,16 +202,16 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
 
 
 def _reasons(error: Any) -> str:
-    """Failures in an error of DCP, by rank."""
+    """The failures in an error of DCP, as text, by rank."""
     faults = sorted((rank, pair[0]) for rank, pair in error.failures.items())
     return "; ".join(f"rank {rank}: {getattr(fault, 'strerror', None) or fault}" for rank, fault in faults)
 
 
 def _blocks(folder: Path, rank: int) -> dict[str, Any]:
-    """Files that this rank wrote, and the blocks in them."""
+    """The files that this rank wrote, and the blocks in them."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    # DCP numbers ranks from 1 in names of files.
+    # DCP counts ranks from 1 in file names.
     files = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
     described, pieces = {file.name: store.describe_file(file).model_dump() for file in files}, []
     if files:
@@ -219,7 +222,7 @@ def _blocks(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _stored_blocks(metadata: Metadata) -> list[Block]:
-    """The blocks in a folder, as DCP understands it."""
+    """The blocks in a folder, as DCP reads it."""
     return [
         (index.fqn, Path(info.relative_path).name, tuple(index.offset or ()), tuple(info.shape), named(info.dtype))
         for index, info in (metadata.storage_data or {}).items()
@@ -227,10 +230,10 @@ def _stored_blocks(metadata: Metadata) -> list[Block]:
 
 
 def _manifest(checkpoint: Staged, folder: Path, parts: list[Any]) -> str:
-    """The text of a manifest; refused where a file that a rank has written is not here."""
+    """The text of the manifest; refuses if rank 0 does not see a file that another rank has written."""
     files = {name: described for part in parts for name, described in part["files"].items()}
     for name, described in files.items():
-        # A disk that is not shared shows here at the latest, before anything is published.
+        # If the disk is not shared, this is where it is noticed at the latest, before anything is published.
         if not (folder / name).is_file() or (folder / name).stat().st_size != described["bytes"]:
             raise CheckpointError(
                 f"cannot write checkpoint {folder}: rank 0 does not see {name} as another rank wrote it; give an --out "
@@ -245,7 +248,7 @@ def _manifest(checkpoint: Staged, folder: Path, parts: list[Any]) -> str:
 
 
 def verified(path: Path, team: Team) -> Content | ShardedContent:
-    """The content of a checkpoint whose files are what was written; together."""
+    """The content of a checkpoint, after verifying its files against it; all ranks call it together."""
     read: list[Content | ShardedContent] = []
 
     def verify() -> str:
@@ -253,26 +256,27 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
         store.check_name(path, content.step)
         store.check_listed(path, content)
         if isinstance(content, ShardedContent):
-            # Hashes are shared out: each file is read by one rank.
+            # The ranks share the work: each file is hashed by one of them.
             store.check_files(path, content, sorted(content.files)[team.rank :: team.size])
         else:
             for _ in store.whole(path, content, slice(team.rank, None, team.size)):
-                pass  # each is verified as it is read
+                pass  # each tensor is verified as it is read
         read.append(content)
         return hashlib.sha256(content.model_dump_json().encode()).hexdigest()
 
-    # The same path may be another folder on another machine.
+    # On another machine the same path may be another folder.
     if len(set(team.all(f"read {path}", verify))) > 1:
         raise CheckpointError(f"{path} is not the same on all ranks; give an --out on a disk that all machines share")
     return read[0]
 
 
 def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Tensor], team: Team) -> None:
-    """Fills tensors in place from a `verified` checkpoint of any world, one process included; together. [CKPT-SHARD-D2]
+    """Fills tensors in place from a `verified` checkpoint, written by any number of processes; all ranks call it
+    together. [CKPT-SHARD-D2]
 
-    Each rank gives the same names, `DTensor`s of any placement or plain tensors, and reads no more than its parts (to
-    verify hashes, the ranks share the files among them). Names that are not asked for are not read. Raises the same
-    `CheckpointError` on all ranks before anything is changed, but for a disk that fails in between.
+    Every rank passes the same names, with `DTensor`s of any placement or plain tensors, and reads only its own parts
+    (hashing is shared among the ranks). Tensors with other names are not read. Raises the same `CheckpointError` on all
+    ranks before anything is changed, unless the disk fails while reading.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -291,7 +295,7 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
     what = f"read {path}"
     team.all(what, fits)
     views = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
-    while views:  # names of one stored tensor may have another placement each
+    while views:  # aliases of one stored tensor may differ in placement, so each pass loads one name per stored tensor
         now = {content.aliases.get(name, name): name for name in views}
         try:
             load({base: views.pop(name) for base, name in now.items()}, storage_reader=reader, process_group=team.group)
@@ -302,8 +306,8 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
 
 
 def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metadata) -> None:
-    """The blocks that DCP would read are those of the manifest."""
-    # DCP reads by the headers of files and asks no manifest.
+    """Refuses a checkpoint in which DCP would read other blocks than the manifest lists."""
+    # DCP only looks at the headers of the files.
     expected: set[Block] = set()
     for name, item in content.tensors.items():
         whole = Piece(file=store.TENSORS, offset=(0,) * len(item.shape), shape=item.shape)
@@ -314,12 +318,12 @@ def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metad
 
 
 class Saver:
-    """Writes a run's checkpoints into `folder` and keeps the `keep` newest there, and the best. [CKPT-ASYNC-D1]
+    """Writer of a run's checkpoints, which keeps the `keep` newest in `folder`, and the best. [CKPT-ASYNC-D1]
 
-    `behind`: `save` returns once all is copied to memory, and a thread writes the copy; the next save, `wait` and the
-    end of the `with` block wait for it. What fails there is raised by whichever of them comes first.
-    `group`: a gloo group of its own (`torch.distributed.new_group(backend="gloo")`) where many processes save together.
-    Leaving the block with an error waits, too, and adds what failed to it as a note.
+    `behind`: `save` returns once everything is copied to memory, and a thread writes the copy. The next save, `wait`
+    and the end of the `with` block wait for it; the first of them raises its error.
+    `group`: a separate gloo group (`torch.distributed.new_group(backend="gloo")`) if several processes save together.
+    If the block ends with an error, it waits as well, and adds a failure to write to that error as a note.
     """
 
     def __init__(self, folder: Path, keep: int, *, behind: bool = False, group: ProcessGroup | None = None) -> None:
@@ -329,7 +333,7 @@ class Saver:
         self._pending: Future[None] | None = None
 
     def save(self, step: int, checkpoint: Checkpoint) -> None:
-        """Saves what the tensors and facts are now. Raises `CheckpointError`, of the former save as well."""
+        """Saves the present values of tensors and facts. Raises `CheckpointError`, also for the previous save."""
         self.wait()
         checkpoint = Checkpoint(checkpoint.tensors, copy.deepcopy(checkpoint.facts))
         image = store.staged(step, checkpoint) if self._team is None else staged(step, checkpoint, self._team)
@@ -339,10 +343,10 @@ class Saver:
             self._pending = self._thread.submit(self._write, image)
 
     def newest(self, run: Restorable) -> tuple[Path, Checkpoint, list[Skipped]] | None:
-        """As `newest_checkpoint`; many processes find the same one together, its tensors placed as the run's.
+        """As `newest_checkpoint`; several processes find the same one together, with its tensors placed as the run's.
         [CKPT-SHARD-D2]
 
-        A rank reads no more than its parts, whatever world has written the checkpoint."""
+        Each rank only reads its own parts, however many processes have written the checkpoint."""
         folder, team = self.folder, self._team
         if team is None:
             return store.newest_checkpoint(folder)
@@ -362,7 +366,7 @@ class Saver:
         return store.newest_of(folder, list_paths, load)
 
     def wait(self) -> None:
-        """Returns once what was saved is on disk. Raises `CheckpointError` where it could not be written."""
+        """Waits until the last save is on disk. Raises `CheckpointError` if it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

@@ -1,5 +1,5 @@
-"""A training run as named tensors and plain facts, and back, the states that its rows go on with among them; and
-whether a checkpoint is of this run, or may be taken for one with other settings, where these are allowed by name."""
+"""Conversion of a training run to named tensors and plain facts, and back, including the states that rows carry from
+batch to batch; and checks that a checkpoint fits a run, except in settings that are allowed to differ by name."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ from hecate.variant import Config
 
 PREFIX = "carried/"
 MOVING = ("params", "param_names", "lr", "elapsed", "commits")
-WAYS = ("fused", "foreach")  # in which a step is taken, which a checkpoint does not bind
+WAYS = ("fused", "foreach")  # implementations of a step, which may change when a run is resumed
 _MUST_MATCH = ("optim", "seed", "model", "data", "init_from")
 _SHOWN = 8
 _ALONE = World.alone()
 
 
 class Carried:
-    """States that rows of a batch go on with, from batch to batch and through checkpoints: that of every row of this
-    process, cut off from the graph that made it; empty before the first batch. [TRAIN-CARRY-D1]
+    """States that the rows of this process carry from batch to batch and through checkpoints, detached from the graph;
+    empty before the first batch. [TRAIN-CARRY-D1]
 
-    A step in several micro-batches, each of consecutive rows and in the order of the rows, has a state for each; a
-    checkpoint has them as one, by rows, so that they can be dealt to another number of micro-batches or processes.
+    A step in several micro-batches, which are consecutive rows in order, has a state for each. A checkpoint has them
+    concatenated along the rows, so that they can be split for another number of micro-batches or processes.
     """
 
     def __init__(self) -> None:
         self._states: list[Any] = []
 
     def arguments(self, micro: int = 0) -> Sequence[Any]:
-        """The state ahead of a micro-batch, as the model's second argument; empty if there is none yet."""
+        """The state before a micro-batch, as the model's second argument; empty if there is none yet."""
         return self._states[micro : micro + 1]
 
     def take(self, *states: Any) -> None:
-        """Takes the states after a step, one of each micro-batch."""
+        """Stores the states after a step, one for each micro-batch."""
         if not self._states:
             for state in states:
                 _check_rows(state)
         self._states = [pytree.tree_map_only(Tensor, Tensor.detach, state) for state in states]
 
     def tensors(self, world: World = _ALONE) -> dict[str, Tensor]:
-        """The states by rows, `carried/PATH`, with the rows of all micro-batches and processes as their first axis:
-        the same on every process of a world, all of which call it."""
+        """The states as tensors `carried/PATH`, with the rows of all micro-batches and processes along the first axis:
+        equal on every process of a world, which call it together."""
         if not self._states:
             return {}
         parts = [leaves(state) for state in self._states]
@@ -81,7 +81,7 @@ class Carried:
         where: str,
         micros: int = 1,
     ) -> None:
-        """Takes up the states of some rows among those of a checkpoint; `CheckpointError` where they are of another
+        """Loads the states of some rows from the tensors of a checkpoint; `CheckpointError` if they are of another
         model."""
         model.eval()
         with torch.no_grad():
@@ -104,20 +104,20 @@ class Carried:
         count = len(rows) // micros
         self._states = []
         for first in range(rows.start, rows.stop, count):
-            # clone: what a model does with a state must not reach the checkpoint
+            # copies: a model that changes its state must not change the checkpoint
             part = {path: x[first : first + count].to(device, copy=True) for path, x in saved.items()}
             self._states.append(_replace_tensors(shape, part))
 
 
 def _replace_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The same tree with other tensors."""
+    """The same tree with other tensors, given by path."""
     return pytree.tree_map_with_path(
         lambda path, leaf: tensors[pytree.keystr(path)] if isinstance(leaf, Tensor) else leaf, state
     )
 
 
 def _check_rows(state: Any) -> None:
-    """Refuses a state whose tensors are not by rows: which of it belongs to whom could not be told."""
+    """Refuses a state whose tensors do not have the batch as their first axis: it could not be split by rows."""
     count = None
     if not (named := leaves(state)):
         raise ConfigError("is 'carry', but the model returns no state; write data.state=fresh", ("data", "state"))
@@ -132,7 +132,7 @@ def _check_rows(state: Any) -> None:
 
 
 class OptimizerFacts(Config):
-    """Facts of the optimisers that are no tensors: their names, groups, and plain state by parameter."""
+    """Facts of the optimisers other than tensors: their names, groups, and plain state by parameter."""
 
     optimizer: str
     groups: tuple[dict[str, Any], ...]
@@ -154,7 +154,7 @@ _MISSING = type("Missing", (), {"__repr__": lambda _: "missing"})()
 
 
 def run_facts(facts: Mapping[str, Any], where: str) -> RunFacts:
-    """The facts of a checkpoint; `CheckpointError` names all that are not a run's."""
+    """The facts of a checkpoint, validated; `CheckpointError` names all that are not valid."""
     try:
         return RunFacts.model_validate(dict(facts))
     except ConfigError as error:
@@ -162,11 +162,11 @@ def run_facts(facts: Mapping[str, Any], where: str) -> RunFacts:
 
 
 def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, where: str) -> None:
-    """Names the settings that differ from those of a checkpoint, with both values."""
+    """Refuses a checkpoint whose settings differ from the run's, naming them with both values."""
     expected, fault = config.model_dump(mode="json"), None
     try:
         saved = ExperimentConfig.model_validate(saved).model_dump(mode="json")
-    except ConfigError as error:  # a kind that is not registered here, or no config
+    except ConfigError as error:  # a kind that is not registered here, or not a config
         fault = error
     for part in _MUST_MATCH:
         lines = differences(saved.get(part, _MISSING), expected[part], part)
@@ -188,7 +188,7 @@ def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, wher
 
 
 def differences(saved: Any, expected: Any, path: str) -> list[str]:
-    """Differences of two trees of settings: path, the saved value and this run's."""
+    """Differences between two trees of settings, one sentence each: path, the saved value and this run's."""
     if isinstance(saved, Mapping) and isinstance(expected, Mapping):
         keys = [*expected, *(key for key in saved if key not in expected)]
         pairs = [(saved.get(k, _MISSING), expected.get(k, _MISSING), f"{path}.{k}") for k in keys]
@@ -199,7 +199,7 @@ def differences(saved: Any, expected: Any, path: str) -> list[str]:
 
 
 def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name (`model/...`, `optimizer/<parameter>/...`) and plain values."""
+    """A model and its optimisers as tensors by name (`model/...`, `optimizer/<parameter>/...`) and plain values."""
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     values: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -221,7 +221,8 @@ def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, T
 def unpack(
     model: nn.Module, optimizers: Iterable[Optimizer], tensors: Mapping[str, Tensor], facts: OptimizerFacts, where: str
 ) -> None:
-    """Loads what `pack` gave; `CheckpointError` names the first thing that does not fit."""
+    """Loads the result of `pack` into a model and its optimisers; `CheckpointError` names the first part that does not
+    fit."""
     optimizers = list(optimizers)
     if facts.optimizer != _class_names(optimizers):
         raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_class_names(optimizers)}")
@@ -231,7 +232,7 @@ def unpack(
             f"{where} optimises other parameters than this model, or in other groups; use its own config"
         )
     entries = _entries(chain(*group_names), tensors, facts.values, where)
-    # By name: a version may have registered the same parameters in another order.
+    # By name: another version may have registered the same parameters in another order.
     groups = iter([{**group, "params": names} for group, names in zip(facts.groups, group_names, strict=True)])
     saved = model_state(model, tensors, where)
     try:
@@ -245,14 +246,14 @@ def unpack(
 
 
 def _sort_names(names: Any) -> Any:
-    """Names in an order; what is no list of names as it is."""
+    """A list of names, sorted; anything else unchanged."""
     listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
     return sorted(names) if listed else names
 
 
 def alike(model: nn.Module, optimizers: Iterable[Optimizer], names: Iterable[str]) -> dict[str, Any]:
-    """The run's own tensor that each of a checkpoint's is to be placed as, by name: of state that no step has made yet
-    its parameter; None for what the run has not."""
+    """For each name in a checkpoint, the tensor of the run with the placement to use: for optimiser state that does not
+    exist yet the parameter, and None for names that the run does not have."""
     tensors, _ = pack(model, optimizers)
     params = {f"optimizer/{name}": value for name, value in model.named_parameters()}
     return {name: tensors.get(name, params.get(name.rpartition("/")[0])) for name in names}
@@ -261,10 +262,10 @@ def alike(model: nn.Module, optimizers: Iterable[Optimizer], names: Iterable[str
 def blank(
     model: nn.Module, optimizers: Iterable[Optimizer], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, Tensor]:
-    """Tensors to load a checkpoint into that has these shapes and dtypes, each placed as this run's own.
+    """Tensors of these shapes and dtypes to load a checkpoint into, each placed as in this run.
 
-    What is sharded here is a `DTensor` of the same placement, the rest is whole, on the CPU, and so is what this run
-    has not: it is for `restore` to say what differs.
+    Tensors that are sharded in this run are `DTensor`s of the same placement; all others are whole, on the CPU, also
+    those that this run does not have: `restore` reports the differences.
     """
     return {name: _blank_tensor(target, *stored[name]) for name, target in alike(model, optimizers, stored).items()}
 
@@ -280,7 +281,7 @@ def _blank_tensor(target: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 def _entries(
     names: Iterable[str], tensors: Mapping[str, Tensor], values: Mapping[str, dict[str, Any]], where: str
 ) -> dict[str, dict[str, Any]]:
-    """The state of each parameter by its name; of names that nothing here has it is refused."""
+    """The optimiser state of each parameter, by name; refuses state of unknown parameters."""
     entries: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key in [*tensors, *(f"optimizer/{name}/" for name in values)]:
         name, _, entry = key.removeprefix("optimizer/").rpartition("/")
@@ -289,23 +290,23 @@ def _entries(
         if key.startswith("optimizer/"):
             if name not in entries:
                 raise CheckpointError(f"{where} has state {key!r} of a parameter that is not trained")
-            # clone: optimisers step in place, and the caller's checkpoint must not change
+            # clone: optimisers change their state in place, and the caller's checkpoint must not change
             entries[name] |= {entry: tensors[key].clone()} if key in tensors else values[name]
     return entries
 
 
 def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The state dict of one optimiser, of groups and entries that fit it."""
+    """The state dict of one optimiser, from groups and entries, after checking that they fit it."""
     groups, names = [], list(chain(*(group["params"] for group in saved)))
     order = {name: index for index, name in enumerate(names)}
     for number, (group, options) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         _check_options(f"groups.{number}", group, options)
-        # The rate of a schedule, and where a window stands, are the run's; all else is the config's.
-        moved = {key: group[key] for key in MOVING if key in group}  # other options are the run's own
+        # Values that change while training, such as the learning rate, are the checkpoint's.
+        moved = {key: group[key] for key in MOVING if key in group}  # all other options are those of the config
         named = group["params"]
         merged = {**options, **moved, "params": [order[name] for name in named], "param_names": named}
         if "commits" not in group:
-            merged.pop("commits", None)  # of a version that did not count: not 0, which would drop the state as unused
+            merged.pop("commits", None)  # an older version did not count: 0 would drop the state as unused
         groups.append(merged)
     stepped = _probe_states(optimizer)
     for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -315,11 +316,11 @@ def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[s
 
 
 def _check_options(path: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Options are those of the config, but for the rate and where a window stands."""
-    # Through JSON, as the saved ones came: tuples are lists there.
+    """Refuses saved options that differ from the config's, and an invalid learning rate or position in a period."""
+    # Both through JSON, in which tuples are lists.
     bound = ({k: v for k, v in options.items() if k not in (*MOVING, *WAYS)} for options in (expected, saved))
     here, there = (json.loads(json.dumps(options)) for options in bound)
-    lines = differences({**here, **there}, here, path)  # older versions had fewer
+    lines = differences({**here, **there}, here, path)  # older versions had fewer options
     lr, elapsed = saved.get("lr"), saved.get("elapsed", 0)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
         lines.append(f"{path}.lr must be a finite number >= 0, got {shorten(lr)}")
@@ -330,7 +331,8 @@ def _check_options(path: str, saved: Mapping[str, Any], expected: Mapping[str, A
 
 
 def _check_entries(name: str, saved: Mapping[str, Any], spec: Mapping[str, Any] | None, leveled: Tensor | None) -> None:
-    """Entries are those of a parameter that has stepped, or none; one that is `leveled` may have a window, too."""
+    """Refuses the state of a parameter unless it is empty, or as after a step (`spec`); with `leveled`, the parameter
+    of a `Leveled` optimiser, it may also have a window."""
     entries = dict(saved)
     if leveled is not None:
         entries.pop("has_window", None)
@@ -344,14 +346,14 @@ def _check_entries(name: str, saved: Mapping[str, Any], spec: Mapping[str, Any] 
 
 
 def _probe_states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """State of each parameter after a first step, without storage; None where only the step itself could tell."""
+    """State of each parameter after a first step, on the meta device; None if the step cannot run there."""
     inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
     if isinstance(inner, MatrixOptimizer):
         return [inner.state[p] for group in inner.param_groups for p in group["params"]]
-    # A step of the same optimiser on meta tells which state it keeps, in which shapes.
+    # A step of the same optimiser on the meta device shows which state it keeps, and its shapes.
     groups = [dict(group) for group in inner.param_groups]
     for group in groups:
-        group |= dict.fromkeys([way for way in WAYS if way in group])  # on meta no fused step runs
+        group |= dict.fromkeys([way for way in WAYS if way in group])  # fused steps do not run on meta
         group["params"] = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
     try:
         kind: Callable[..., Optimizer] = type(inner)
@@ -366,7 +368,8 @@ def _probe_states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
 
 
 def _kind(value: Any) -> str:
-    """Type, or shape and dtype, of a state's entry, to be compared; counts follow torch's default dtype."""
+    """Type, or shape and dtype, of an entry, for comparison. Scalars are only told apart as float or integer, because
+    step counts have torch's default dtype."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if not value.dim():
@@ -375,7 +378,7 @@ def _kind(value: Any) -> str:
 
 
 def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Parameters and buffers among saved tensors; names, shapes and dtypes must be those of the model."""
+    """Parameters and buffers among saved tensors; refuses names, shapes or dtypes other than the model's."""
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     state = model.state_dict()
     for name in sorted(set(state) ^ set(saved)):
@@ -391,7 +394,7 @@ def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> 
 
 
 def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    # Optimisers know tensors, checkpoints names.
+    # Optimisers hold tensors; checkpoints need names.
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -404,7 +407,7 @@ def _class_names(optimizers: Iterable[Optimizer]) -> str:
 
 
 class Restorable(Protocol):
-    """Target that a checkpoint is loaded into: a `Trainer`."""
+    """Interface of the `Trainer` that a checkpoint is loaded into."""
 
     config: ExperimentConfig
     model: nn.Module
@@ -413,16 +416,16 @@ class Restorable(Protocol):
     loader: Loader
 
     def restore(self, checkpoint: Checkpoint, where: str) -> None:
-        """Continues from a checkpoint whose tensors are placed as this process's."""
+        """Continues from a checkpoint whose tensors are placed as in this process."""
 
 
 CURSOR = {"seed": "seed", "batch_size": "budget.batch_size", "seq_len": "budget.seq_len"}
-"""The settings that entries of a data cursor are of; the fingerprint is of any below `data`."""
+"""The setting that determines each entry of a data cursor; the fingerprint depends on all settings below `data`."""
 Changes = dict[str, tuple[Any, Any]]
 
 
 def check_allowed(names: Sequence[str], config: ExperimentConfig, resume: bool) -> None:
-    """Refuses names that are no settings, or that have nothing to be compared with."""
+    """Refuses names of `--allow` that are not settings, and any of them without `--resume`."""
     if names and not resume:
         raise ConfigError(f"--allow {names[0]} is for a run that is resumed; give --resume as well, or leave it out")
     tree = config.model_dump(mode="json")
@@ -437,20 +440,20 @@ def check_allowed(names: Sequence[str], config: ExperimentConfig, resume: bool) 
 
 
 def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) -> tuple[Checkpoint, Changes]:
-    """The checkpoint with the run's own values of the settings that are named, and of what is below them; and of each
-    that differed both values. [CKPT-ALLOW-D1]
+    """The checkpoint with the run's values for the named settings and all below them; and for each that differed, both
+    values. [CKPT-ALLOW-D1]
 
-    What depends on them follows: the options of the optimiser, and the data cursor, which goes on at the first batch of
-    the new size of which nothing was read. What is not named stays, for `Trainer.restore` to compare. Other batches
-    are refused where rows go on from batch to batch with their states.
+    Whatever depends on them changes with them: the options of the optimiser, and the data cursor, which moves to the
+    first batch of the new size that has no token read before. Other settings stay, for `Trainer.restore` to compare.
+    Batches of another size are refused if rows carry their states from batch to batch.
     """
     facts, changed = dict(checkpoint.facts), Changes()
     saved, settings = facts.get("config"), trainer.config.model_dump(mode="json")
     if not names or not isinstance(saved, Mapping):
         return checkpoint, changed
-    # What the caller holds stays as it was read.
+    # A copy: the caller's checkpoint must not change.
     tree: Any = copy.deepcopy(saved)
-    with suppress(ConfigError):  # which `Trainer.restore` tells; else with fields that an older version had not
+    with suppress(ConfigError):  # adds fields that older versions lacked; `Trainer.restore` reports an invalid config
         tree = ExperimentConfig.model_validate(saved).model_dump(mode="json")
     for name in names:
         path = parse_path(name) or ()
@@ -481,7 +484,7 @@ def _cursor(saved: Any, trainer: Restorable, names: Sequence[str], changed: Chan
         )
     step, before, now = cursor.get("step"), _tokens(cursor), _tokens(position)
     if trainer.source.ordered and {"batch_size", "seq_len"} & set(free) and isinstance(step, int) and before and now:
-        # In tokens, rounded up: no token is read twice where batches have another size.
+        # In tokens, rounded up: no token is read twice if the batch size changes.
         cursor["step"] = -(-step * before // now)
     if "fingerprint" in free and cursor.get("fingerprint") != position["fingerprint"]:
         changed.setdefault("data", (cursor.get("fingerprint"), position["fingerprint"]))
@@ -489,13 +492,13 @@ def _cursor(saved: Any, trainer: Restorable, names: Sequence[str], changed: Chan
 
 
 def _tokens(cursor: Mapping[str, Any]) -> int:
-    """Tokens of a batch of a cursor; 0 of what is none."""
+    """Tokens per batch of a cursor; 0 if it is invalid."""
     rows, length = cursor.get("batch_size"), cursor.get("seq_len")
     return max(rows, 0) * max(length, 0) if isinstance(rows, int) and isinstance(length, int) else 0
 
 
 def _options(saved: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Any:
-    """The saved groups with the run's own options where these were allowed to differ."""
+    """The saved optimiser facts, with the run's own options where they are allowed to differ."""
     if not names or not isinstance(saved, Mapping) or len(saved.get("groups", ())) != len(groups):
         return saved
     whole = {"optim", "optim.optimizer"} & set(names)
@@ -508,14 +511,14 @@ def _options(saved: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[st
 
 
 def _within(outer: str, inner: str) -> bool:
-    """True if setting `inner` is `outer`, or below it."""
+    """True if the setting `inner` is `outer` or below it."""
     return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))
 
 
 def _at(tree: Any, path: Location) -> tuple[Any] | None:
     """The value at a path, as a tuple of one; None if there is none."""
     for part in path:
-        # Paths go through mappings by names and through lists by numbers.
+        # Names lead through mappings, numbers through lists.
         items: Any = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list) else {}
         if part not in items:
             return None

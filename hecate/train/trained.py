@@ -1,8 +1,8 @@
-"""Trained models: opened from a run folder, without its data; their loss on other data and on longer sequences than
-they were trained on; their weights out of runs and into them, by safetensors, torch and DCP. [CKPT-EXPORT-D1]
+"""Trained models: opening them from a run folder without its data; their loss on other data and on longer sequences
+than in training; exporting and importing weights as safetensors, for torch and for DCP. [CKPT-EXPORT-D1]
 
-Nothing is unpickled: torch's `.pt` files and DCP's own folders are written for others to read, and refused where they
-are given, since what they hold is a pickle.
+Nothing is unpickled: torch's `.pt` files and DCP's own folders are written for other programs, and refused as input,
+since they contain pickles.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from hecate.train.report import Table, table_by_position
 from hecate.train.state import model_state, run_facts
 from hecate.train.trainer import Trainer, build_model
 
-# A run folder may come by mail. So what hecate reads or writes in it by name is a file or a folder of its own: no link,
-# which could lead to a file of the reader's, and no pipe or device, which would be waited for. The folder itself may be
-# reached through a link and lie anywhere.
+# A run folder may come from somebody else. So everything that hecate reads or writes in it by name must be a regular
+# file or folder: no link, which could lead to another file of the user's, and no pipe or device, on which reading could
+# block. The run folder itself may be anywhere, and may be reached through a link.
 CONFIG, METRICS, CHECKPOINTS, WEIGHTS = "config.yaml", "metrics.jsonl", "checkpoints", "model.safetensors"
 NAMES = (CONFIG, "env.json", METRICS, "samples.txt", "report.md", "report.html", "logger-id.txt", TOKENIZER,
          CHECKPOINTS, "figures", "evals", "tensorboard", "wandb")  # fmt: skip
-"""Names that are read or written in a run folder."""
+"""Names of the files and folders that are read or written in a run folder."""
 
 
 def expect_run(folder: Path, cure: str = "name one that `hecate train` has written, such as runs/quickstart") -> None:
-    """Refuses what is no run folder, or one with links; `cure`: what helps."""
+    """Refuses a folder that is not a run folder, or that has links in it; `cure` is the remedy in the message."""
     check_entries(folder)
     if is_pretrained(folder):
         raise CheckpointError(
@@ -70,12 +70,12 @@ def expect_run(folder: Path, cure: str = "name one that `hecate train` has writt
 
 
 def is_pretrained(folder: Path) -> bool:
-    """True of a folder of transformers': with a config.json, and no run's config."""
+    """True if a folder is a model of transformers: it has a config.json, and no config of a run."""
     return (folder / "config.json").is_file() and not (folder / CONFIG).exists()
 
 
 def check_entries(folder: Path) -> None:
-    """Refuses a folder in which a link, a pipe or a device stands where a run has a file or a folder.
+    """Refuses a folder with a link, a pipe or a device in place of one of a run's files or folders.
     [TRAIN-FOLDER-D1]"""
     for path in map(folder.joinpath, NAMES):
         refuse_link(path)
@@ -84,7 +84,8 @@ def check_entries(folder: Path) -> None:
 
 
 def home_of(path: Path) -> Path | None:
-    """The run folder that a path is or that a file lies in, or a checkpoint's own folder; None where there is none."""
+    """The folder with the config.yaml for a path: the path, its parent if it is a file, or for a checkpoint the run's
+    folder; None if there is none."""
     above = path.resolve().parent
     for folder in (path if path.is_dir() else path.parent, *([above.parent] if above.name == CHECKPOINTS else [])):
         check_entries(folder)
@@ -94,7 +95,7 @@ def home_of(path: Path) -> Path | None:
 
 
 class Trained(NamedTuple):
-    """A model with the parameters of a checkpoint, ready to evaluate, on the CPU or its own device."""
+    """A model with the parameters of a checkpoint, in evaluation mode on `device`."""
 
     model: nn.Module
     config: ExperimentConfig
@@ -104,10 +105,10 @@ class Trained(NamedTuple):
 
 
 def open_model(folder: Path | str, which: str = "best", device: str | None = None) -> Trained:
-    """The model of a run folder's `best` or `newest` checkpoint, or of a checkpoint's own folder; the data it was
-    trained on are not needed. [TRAIN-OPEN-D1]
+    """The model of a run folder's `best` or `newest` checkpoint, or of a checkpoint folder; the training data are not
+    needed. [TRAIN-OPEN-D1]
 
-    `device` None takes that of the run, or the CPU where it is not here.
+    `device` None takes the device of the run, or the CPU if this machine lacks it.
     """
     path = Path(folder)
     expect_choice(which, "checkpoint", ("best", "newest"))
@@ -127,13 +128,13 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
     model = build_model(config)
     model.load_state_dict(model_state(model, checkpoint.tensors, str(path)))
     home = home_of(path)
-    file = None if home is None else home / TOKENIZER  # a copy: the data are not needed
+    file = None if home is None else home / TOKENIZER  # a copy, so that the data are not needed
     tokenizer = open_tokenizer(file) if file is not None and file.is_file() else config.data.tokenizer()
     return Trained(model.to(place).eval(), config, facts.step, tokenizer, place)
 
 
 def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
-    """The `best` verified checkpoint of a run folder, or the newest where it is asked for or none was evaluated."""
+    """The `best` checkpoint of a run folder, verified; the newest if that is asked for or none was evaluated."""
     check_entries(folder)
     path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
     chosen = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
@@ -145,7 +146,7 @@ def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
 
 
 def reads_text(trained: Trained, where: str) -> Tokenizer:
-    """The tokenizer of a model; `ConfigError` where it has none."""
+    """The tokenizer of a model; `ConfigError` if it has none."""
     if trained.tokenizer is not None:
         return trained.tokenizer
     what = f"trained on task {trained.config.data.kind!r}, which has no text to continue"
@@ -155,7 +156,7 @@ def reads_text(trained: Trained, where: str) -> Tokenizer:
 
 
 class OfLength(NamedTuple):
-    """A model's loss on sequences of a length, by how much of them it has read."""
+    """A model's loss on sequences of one length, by position."""
 
     length: int
     sequences: int
@@ -163,17 +164,17 @@ class OfLength(NamedTuple):
 
     @property
     def labels(self) -> int:
-        """All labels of these sequences."""
+        """Number of labels in these sequences."""
         return sum(span.labels for span in self.positions)
 
     @property
     def loss(self) -> float:
-        """The mean over them, in nats."""
+        """Mean loss over the labels, in nats."""
         return math.fsum(span.loss * span.labels for span in self.positions) / self.labels
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Numbers of tokens, such as 512,4k: k is 1,024, m its square."""
+    """Lengths in tokens from a text such as 512,4k, sorted; k is 1,024, m its square."""
     matches = [re.fullmatch(r"(\d{1,9})([km]?)", part.strip(), re.I) for part in text.split(",")]
     lengths = [int(match[1]) * 1024 ** " km".index(match[2].lower() or " ") for match in matches if match]
     if len(lengths) < len(matches) or not all(0 < length <= 1 << 30 for length in lengths):
@@ -182,7 +183,7 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def source_of(trained: Trained, path: Path | None) -> Source:
-    """The run's own data, or all of other ones for validation."""
+    """The run's own data; or with a path all of the data there, for validation."""
     data = trained.config.data
     if path is None:
         return data.load()
@@ -206,7 +207,7 @@ def source_of(trained: Trained, path: Path | None) -> Source:
 
 
 def by_length(trained: Trained, source: Source, lengths: Sequence[int]) -> list[OfLength]:
-    """The loss of every length, each on about as many tokens as an evaluation of the run takes. [TRAIN-EVAL-D3]"""
+    """The loss at every length, each on about as many tokens as an evaluation of the run. [TRAIN-EVAL-D3]"""
     budget, fixed = trained.config.budget, trained.config.data.length()
     if fixed is not None and list(lengths) != [fixed]:
         raise ConfigError(
@@ -215,7 +216,7 @@ def by_length(trained: Trained, source: Source, lengths: Sequence[int]) -> list[
         )
     scores = []
     for length in lengths:
-        # As many tokens a batch as in training, which is known to fit.
+        # As many tokens per batch as in training, which is known to fit into memory.
         rows = max(1, min(budget.batch_size, budget.batch_size * trained.config.seq_len // length))
         batches = list(source.validation_batches(rows, length, budget.eval_batches))
         sequences = sum(len(batch.tokens) for batch in batches)
@@ -224,7 +225,7 @@ def by_length(trained: Trained, source: Source, lengths: Sequence[int]) -> list[
 
 
 def tables(trained: Trained, source: Source, scores: Sequence[OfLength]) -> list[Table]:
-    """The printed tables: a row for each length, and the loss by position of all of them."""
+    """The tables to print: a row for each length, and the loss by position at all lengths."""
     each = source.metric == "bits_per_byte" and source.lengths is None
     header = "length", "sequences", "labels", "loss (nats)", "bits per byte" if each else "perplexity"
     rows = []
@@ -235,7 +236,7 @@ def tables(trained: Trained, source: Source, scores: Sequence[OfLength]) -> list
     return [(header, rows), table_by_position((score.length, score.positions) for score in scores)]
 
 
-# Weights.
+# Export and import of weights.
 
 FORMATS = ("safetensors", "torch", "dcp")
 _INDEX = "model.safetensors.index.json"
@@ -244,8 +245,8 @@ _INDEX = "model.safetensors.index.json"
 def read_weights(path: Path, which: str = "best") -> dict[str, Tensor]:
     """Parameters and buffers of a model by name, on the CPU.
 
-    `path`: a run folder (its `best` or `newest` checkpoint), a checkpoint folder, a safetensors file, or a folder with
-    such files (`model.safetensors`, or those that a `model.safetensors.index.json` lists). Raises `CheckpointError`.
+    `path`: a run folder (its `best` or `newest` checkpoint), a checkpoint folder, a safetensors file, or a folder of
+    such files (`model.safetensors`, or those listed in `model.safetensors.index.json`). Raises `CheckpointError`.
     """
     expect_choice(which, "checkpoint", ("best", "newest"))
     if path.is_dir() and (path / MANIFEST).exists():
@@ -260,15 +261,15 @@ def read_weights(path: Path, which: str = "best") -> dict[str, Tensor]:
 
 
 def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
-    """The tensors of the model, which every caller copies: refused where there is no room for them, or for what the
-    checkpoint claims."""
+    """The tensors of the model in a checkpoint. Every caller copies them, so it refuses if memory does not suffice for
+    a copy, or for the model of the checkpoint's config."""
     stored = checkpoint.tensors.items()
     weights = {name.removeprefix("model/"): value for name, value in stored if name.startswith("model/")}
     if not weights:
         raise CheckpointError(f"{path} holds no model; name a checkpoint of a run")
     try:
         config = ExperimentConfig.model_validate(checkpoint.facts.get("config"))
-    except ConfigError:  # of kinds that are not imported here: the weights can be written all the same
+    except ConfigError:  # it may have kinds that are not imported here; the weights can be exported all the same
         config = None
     if config is not None:
         check_weights(config)
@@ -278,7 +279,7 @@ def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
 
 
 def _indexed_files(folder: Path) -> list[Path]:
-    """Files that an index lists, of this folder alone."""
+    """The files that an index lists; refuses files outside its folder."""
     try:
         names = sorted(set(json.loads(read_whole(folder / _INDEX))["weight_map"].values()))
         inside = all(isinstance(name, str) and Path(name).name == name for name in names)
@@ -306,15 +307,15 @@ def _read_file(file: Path) -> dict[str, Tensor]:
 
 
 def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
-    """Writes a run's weights and its config into the new folder `out`, complete or not at all.
+    """Writes a run's weights and config into the new folder `out`, complete or not at all.
 
-    `safetensors`: `model.safetensors`; `torch`: `model.pt`, which `torch.load(weights_only=True)` reads; `dcp`: a
-    folder `model` of torch's distributed checkpoint. Each has the names of `state_dict()` and beside it `config.yaml`
-    and, where the run has one, `tokenizer.json`.
+    `safetensors`: `model.safetensors`; `torch`: `model.pt` for `torch.load(weights_only=True)`; `dcp`: a folder `model`
+    in the format of torch's distributed checkpoint. Names are those of `state_dict()`; `config.yaml` and, if the run
+    has one, `tokenizer.json` are written beside it.
     """
     expect_choice(to, "format", FORMATS)
     expect_free(out, "choose another --out")
-    tensors = {name: value.clone() for name, value in read_weights(run, which).items()}  # tied ones one by one
+    tensors = {name: value.clone() for name, value in read_weights(run, which).items()}  # tied weights become separate
     home = home_of(run)
     with written_folder(out, "choose another --out") as folder:
         if to == "safetensors":
@@ -331,7 +332,7 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
 
 
 def _copy_tokenizer(home: Path, folder: Path) -> None:
-    """Copies the tokenizer, so that reading texts needs no data either."""
+    """Copies the tokenizer, if there is one, so that texts can be encoded without the data."""
     if (home / TOKENIZER).is_file():
         write_file(folder / TOKENIZER, read_whole(home / TOKENIZER))
 
@@ -341,15 +342,15 @@ def _write_dcp(tensors: dict[str, Tensor], folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes it, as is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
         save(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
 def import_weights(source: Path, out: Path, config: ExperimentConfig | None = None) -> Path:
-    """Makes a run folder at step 0 whose model has the weights of `source`, as `read_weights` finds them.
+    """Makes a run folder at step 0 whose model has the weights that `read_weights` finds in `source`.
 
-    `config`: None takes the `config.yaml` beside them. Names, shapes and dtypes must be the model's. `hecate train
-    --out OUT --resume` trains on from there. Raises `CheckpointError`, `ConfigError`.
+    `config` None takes the `config.yaml` beside them. Names, shapes and dtypes must be the model's. `hecate train --out
+    OUT --resume` trains it from there. Raises `CheckpointError`, `ConfigError`.
     """
     expect_free(out, "choose another --out")
     beside = (source if source.is_dir() else source.parent) / CONFIG
@@ -363,7 +364,7 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
         trainer = Trainer(config)
         named = {f"model/{name}": value for name, value in weights.items()}
         trainer.model.load_state_dict(model_state(trainer.model, named, str(source)))
-        # With an optimiser that has not stepped, and the data at their beginning.
+        # With optimisers that have not stepped, and the data cursor at the beginning.
         checkpoint = trainer.checkpoint()
     with written_folder(out, "choose another --out") as folder:
         save_checkpoint(folder / CHECKPOINTS, 0, checkpoint)
@@ -377,11 +378,11 @@ SHOWN = 5
 
 def begin_from(trainer: Trainer, path: Path) -> list[str]:
     """Overwrites a model's parameters and buffers with those of a run, a checkpoint or a safetensors file, by name;
-    what there is to tell of it, in lines. [TRAIN-INIT-D1]
+    returns lines for the user. [TRAIN-INIT-D1]
 
-    Names that one of both lacks are told: those of the model stay as they were drawn. A tensor of another shape is
-    refused, and so is a file of which nothing fits, and on every rank what is not the same on every rank.
-    Floating-point numbers take the model's dtype.
+    Names that only one side has are listed in the lines; parameters that only the model has stay as they were drawn.
+    Refused are a tensor of another shape, a file without any matching name, and files that differ between ranks.
+    Floating-point numbers are converted to the model's dtype.
     """
     settle(trainer.model)
     state, weights, lines, fault = trainer.model.state_dict(), dict[str, Tensor](), list[str](), None
@@ -389,9 +390,9 @@ def begin_from(trainer: Trainer, path: Path) -> list[str]:
         weights, lines = _fitting_tensors(path, state)
     except CheckpointError as error:
         fault = str(error)
-    if first := trainer.world.first_of(fault):  # on every rank, for the others would wait
+    if first := trainer.world.first_of(fault):  # on every rank, as the others would wait
         raise CheckpointError(f"init_from: {first[1]}")
-    if trainer.world.size > 1:  # each has read it where it runs
+    if trainer.world.size > 1:  # each rank has read its own file
         trainer.world.agree({"init_from": {name: summary(value)["sha256"] for name, value in weights.items()}})
     with torch.no_grad():
         for name, value in weights.items():
@@ -400,7 +401,7 @@ def begin_from(trainer: Trainer, path: Path) -> list[str]:
 
 
 def _fitting_tensors(path: Path, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The stored tensors that a model takes, and notes on these and on the rest."""
+    """The stored tensors with names of the model, and lines about them and the others."""
     weights = read_weights(path)
     matches = {name: value for name, value in weights.items() if name in state}
     if not matches:
@@ -415,7 +416,7 @@ def _fitting_tensors(path: Path, state: Mapping[str, Tensor]) -> tuple[dict[str,
 
 
 def _check_kind(where: str, value: Tensor, target: Tensor) -> None:
-    """Refuses another shape, and numbers of another kind."""
+    """Refuses a tensor of another shape, or of another kind of numbers: integers, floating point, complex."""
     if value.shape != target.shape:
         raise CheckpointError(
             f"{where} is {list(value.shape)}, the model has {list(target.shape)}: they are of other sizes"

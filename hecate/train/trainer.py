@@ -1,4 +1,4 @@
-"""One training run in memory: its optimisers, steps, evaluation and exact state; no files and no output."""
+"""A training run in memory: optimisers, steps, evaluation and exact state; no files and no output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hecate.train.state import Carried, alike, pack, refuse_other_config, run_fa
 
 
 class StepResult(NamedTuple):
-    """Numbers of one optimiser step; `bytes_per_label` are those of text that a label of this process stands for."""
+    """Results of one optimiser step; `bytes_per_label` is the mean bytes of text per label of this process."""
 
     loss: float
     grad_norm: float
@@ -43,20 +43,20 @@ class StepResult(NamedTuple):
 
 
 def build_model(config: ExperimentConfig, device: str | None = None) -> nn.Module:
-    """The model of an experiment, initialised from its seed alone; on the meta device it has no numbers yet, elsewhere
-    one that the machine cannot hold is refused before it is drawn."""
+    """The model of an experiment, initialised from its seed alone; on the meta device without numbers, elsewhere
+    refused before it is drawn if the machine cannot hold it."""
     if device != "meta":
         check_weights(config)
     return LanguageModel(config.model_for_data(), generator=seeded(config), device=device)
 
 
 def seeded(config: ExperimentConfig) -> torch.Generator:
-    """Generator that a model's parameters are drawn from."""
+    """Generator for drawing a model's parameters, seeded by the config."""
     return torch.Generator().manual_seed(config.seed)
 
 
 class Objective(nn.Module):
-    """A model with its loss, so that the backward pass of copies starts where its graph ends."""
+    """A model with its loss as one module: a wrapper that reduces gradients sees the loss as its output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class Objective(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor, *before: Any, labelled: bool = True, keeps: bool = False, **masks: Tensor
     ) -> tuple[Tensor, Any]:
-        """Mean cross-entropy over the labels, in float32, 0 if there are none; and the state where it is kept, without
-        its graph: gradients end with the batch, and copies must not wait for them."""
+        """Mean cross-entropy over the labels, in float32, 0 if there are none; and with `keeps` the state, detached:
+        gradients end with the batch, and the wrapper of replicas must not wait for any through the state."""
         logits, state = self.model(tokens, *before, **masks)
         loss = batch_loss(logits, targets) if labelled else logits[:0].sum(dtype=torch.float32)
         return loss, pytree.tree_map_only(Tensor, Tensor.detach, state) if keeps else None
@@ -75,9 +75,9 @@ class Objective(nn.Module):
 class Trainer:
     """Model, optimiser and data cursor of an experiment. [TRAIN-LOOP-D1]
 
-    The same config gives the same bits, at any thread count for which torch does, and a restored trainer continues with
-    the bits of one that never stopped. In a `world` of several processes every one calls the same methods, and loss,
-    gradients and parameters are those of one process but for rounding. [DIST-STEP-D1]
+    The same config gives the same results to the bit, at any thread count at which torch does, and a restored trainer
+    continues exactly like one that never stopped. In a `world` of several processes all call the same methods, and
+    loss, gradients and parameters are those of a single process up to rounding. [DIST-STEP-D1]
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Trainer:
             rows=None if self.world.batch_ranks == 1 else rows,
         )
         self.context = context_of(config, self.world)
-        self.own_model = model is not None  # the caller's, of which the config does not tell
+        self.own_model = model is not None  # the caller's model, which the config does not describe
         self.model, self._objective = lay_out(config, self.world, model, self.context)
         self.optimizers = build_optimizers(self.model, config.optim)
         self.step = 0
@@ -115,8 +115,8 @@ class Trainer:
         self._validation = budget.batch_size, config.seq_len, budget.eval_batches
 
     def train_step(self) -> StepResult:
-        """One batch, one update; `NonFiniteError` before a bad update would touch a parameter, on every rank.
-        [DIST-NAN-D1]"""
+        """Trains on one batch. A loss or gradient that is not finite raises `NonFiniteError` on every rank before any
+        parameter is changed. [DIST-NAN-D1]"""
         optim, budget = self.config.optim, self.config.budget
         lr = optim.rate(self.step, budget.steps)
         for optimizer in self.optimizers.values():
@@ -147,15 +147,15 @@ class Trainer:
         return StepResult(value, norm, lr, tokens, bytes_per_label(batch.targets, self.source.lengths))
 
     def _gradients(self, batch: Batch, lr: float) -> tuple[float, list[Any]]:
-        """The gradient of the mean loss over all labels of the step, whoever has them; the loss, and the states after
-        the batch, one of each part."""
+        """Computes the gradient of the mean loss over all labels of the step, on all ranks; returns the loss, and the
+        states after the batch, one for each micro-batch."""
         world, parts = self.world, self.config.budget.accumulate
         if self.context is not None:
             batch = piece(batch, self.context.rank, self.context.size)
         # [rows, T] in `parts` of equal rows: their gradients add up to that of the whole batch.
         each = len(batch.tokens) // parts
         micros = [batch.part(range(first, first + each)) for first in range(0, each * parts, each)]
-        # Parts have different numbers of labels, and each label is to weigh the same over all ranks.
+        # Parts have different numbers of labels, and each label must have the same weight over all ranks.
         labels = [int((micro.targets != IGNORED).sum()) for micro in micros]
         starts = [int(micro.resets is not None and micro.resets.any()) for micro in micros]
         total, *starts = world.sum(torch.tensor([sum(labels), *starts])).tolist()
@@ -165,17 +165,17 @@ class Trainer:
                 stack.enter_context(holding())
                 stack.enter_context(self._own_draws())
             for index, (micro, count) in enumerate(zip(micros, labels, strict=True)):
-                # Which parameters have gradients can hang on the mask, and ranks reduce those of all alike.
+                # Which parameters get gradients can depend on the mask, and all ranks must reduce the same ones.
                 masks = resets_of(micro, self.device, shared=self.context is not None or starts[index] > 0)
                 with part_of_step(self._objective, self.model, index + 1 == parts):
-                    # Without any label in the step the loss is NaN: a mean over nothing.
+                    # Without a label in the whole step the loss is NaN, a mean over nothing.
                     share = count / total if total else math.nan
                     loss, state = self._objective(
                         micro.tokens.to(self.device), micro.targets.to(self.device), *self.carried.arguments(index),
                         labelled=count > 0, keeps=self.source.carries, **masks,
                     )  # fmt: skip
                     states.append(state)
-                    micro_loss = float(loss.detach()) * share  # waits for the device, where every look has arrived
+                    micro_loss = float(loss.detach()) * share  # waits for the device, and so for all deferred checks
                     value += micro_loss
                     try:
                         look(wait=True)
@@ -185,10 +185,10 @@ class Trainer:
                         if world.size == 1:
                             raise
                         fault = fault or error
-                    # Gradients are averaged over processes, and are to be summed.
+                    # Torch averages gradients over processes; the factor makes it a sum.
                     (loss * (share * world.batch_ranks)).backward()
         if world.any(fault is not None):
-            # The same error on all ranks, by the first that has one.
+            # All ranks raise the error of the first that has one.
             rank, text = world.first_of(None if fault is None else str(fault)) or (0, "")
             raise NonFiniteError(f"on rank {rank}, {text}") from fault
         if self.context is not None:
@@ -199,10 +199,11 @@ class Trainer:
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
-        """Torch's generators as this step and these rows have them, whatever was before: of dropout, for instance."""
+        """Context in which torch's generators, for dropout for instance, are seeded by the step and this rank's rows
+        alone."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            # By a hash, so that no step and no rank draws what another does, nor what the run itself draws.
+            # By a hash, so that steps and ranks draw different numbers, which also differ from the run's own.
             where = f"{self.config.seed} {self.step} {self.world.batch_rank}".encode()
             torch.manual_seed(int.from_bytes(hashlib.sha256(where).digest()[:8], "big") >> 1)
             yield
@@ -213,11 +214,11 @@ class Trainer:
         return evaluate(self.model, batches, self.device, self.source.lengths, self.world)
 
     def baselines(self) -> dict[str, float]:
-        """Scores of the simple predictors on the same validation batches."""
+        """Scores of the baseline predictors on the same validation batches."""
         return self.source.baselines(*self._validation)
 
     def sample(self) -> str:
-        """Text from the model as it stands, drawn with the experiment's seed; of a task one solved example, of tokens
+        """A text generated by the current model with the experiment's seed; for a task a solved example, for tokens
         without a tokenizer the ids."""
         with self.whole_sequences():
             if self.source.metric == "accuracy":
@@ -236,7 +237,7 @@ class Trainer:
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
-        """The model as it takes whole sequences on every process, each the same ones."""
+        """Context in which the model takes whole sequences, the same ones on every process."""
         if self.context is not None:
             unshare(self.model)
         try:
@@ -247,13 +248,13 @@ class Trainer:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of text, both ways: bytes, where the data do not say otherwise; None for what is no text."""
+        """The tokenizer of the data, by default bytes for text; None for data without a tokenizer, such as tasks."""
         if self.source.metric == "bits_per_byte":
             return self.config.data.tokenizer() or Bytes()
         return self.config.data.tokenizer()
 
     def checkpoint(self, metrics: dict[str, float] | None = None) -> Checkpoint:
-        """Everything that the next step depends on; where parameters are sharded, this rank's part of it."""
+        """Everything that the next step depends on; of sharded parameters only this rank's part."""
         settle(self.model)
         tensors, optimizer = pack(self.model, self.optimizers.values())
         tensors |= self.carried.tensors(self.world)
@@ -281,8 +282,8 @@ class Trainer:
             )
         cuda = self.device.type == "cuda" and "rng/cuda" in checkpoint.tensors
         for name, device in {"rng/torch": "cpu", **({"rng/cuda": "cuda"} if cuda else {})}.items():
-            try:  # whether it is one, before anything of the run is changed
-                # A generator of its own takes it first: the run's must not be left half restored.
+            try:  # before anything of the run is changed
+                # A new generator takes it first: an invalid state must not leave the run half restored.
                 torch.Generator(device).set_state(checkpoint.tensors[name])
             except (KeyError, RuntimeError, TypeError):
                 raise CheckpointError(
@@ -306,7 +307,7 @@ class Trainer:
         self.step = facts.step
 
     def _place(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a checkpoint placed as this world's parameters and their states are."""
+        """Tensors of a checkpoint, placed as this world's parameters and optimiser states."""
         if not any(is_sharded(value) for value in self.model.state_dict().values()):
             return dict(tensors)
         like = alike(self.model, self.optimizers.values(), tensors)
@@ -317,7 +318,8 @@ class Trainer:
 
 
 def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:
-    """Refuses a batch that cannot be taken in as many parts, and an optimiser that sums of gradients do not serve."""
+    """Refuses a batch that `accumulate` does not divide, and an optimiser that cannot use gradients summed over
+    parts."""
     parts = config.budget.accumulate
     if rows % parts:
         raise ConfigError(
@@ -335,7 +337,7 @@ def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:
 
 
 def context_of(config: ExperimentConfig, world: World) -> Context | None:
-    """The ranks that share sequences with this one, None where each has whole ones."""
+    """The ranks that share sequences with this one; None if each has whole sequences."""
     ranks = world.extent("context")
     if ranks == 1 or world.mesh is None:
         return None
@@ -351,7 +353,7 @@ _CONTEXT = ("parallel", "context")
 
 
 def compile_chunks(model: nn.Module) -> None:
-    """Has the memories of a model whose chunks are longer than a token compile them, by engine "fused"."""
+    """Sets the engine of all memories with chunks longer than a token to "fused", which compiles them."""
     memories = [module for module in model.modules() if isinstance(module, Memory) and module.config.chunk > 1]
     if not memories:
         raise ConfigError("'chunk' finds no memory with chunk > 1; leave it out", ("budget", "compile"))
@@ -363,12 +365,12 @@ def compile_chunks(model: nn.Module) -> None:
 def lay_out(
     config: ExperimentConfig, world: World, model: nn.Module | None, context: Context | None = None
 ) -> tuple[nn.Module, nn.Module]:
-    """The model of an experiment, or the one given, over a world; and its loss, as the steps call it."""
+    """The model of an experiment, or the one given, distributed over a world; and its `Objective`, as steps call it."""
     budget, sharded = config.budget, world.extent("data") > 1
     low, drawn = budget.precision == "bfloat16", model is None
     if model is None:
         model = build_model(config, "meta" if sharded else None)
-    # A sharded model is drawn in its shards, after `shard`: no process could hold the whole.
+    # A sharded model is drawn shard by shard, after `shard`, as a process might not be able to hold the whole.
     if not (drawn and sharded):
         model = model.to(world.device)
     if context is not None:
@@ -380,7 +382,7 @@ def lay_out(
         shard(model, world, low=low)
         if drawn:
             materialise(model, world.device, seeded(config))
-    # Model and loss as one module: what wraps it sees every parameter in one forward.
+    # Model and loss as one module: its wrapper sees every parameter in one forward call.
     objective = Objective(model)
     if sharded or world.extent("replicate") == 1:
         return model, objective
@@ -388,13 +390,13 @@ def lay_out(
 
 
 def has_unused(objective: nn.Module, config: ExperimentConfig, device: torch.device) -> bool:
-    """True if parameters stay without a gradient, by one sequence of the length of training."""
-    # Any tokens do: which parameters are reached does not depend on them.
+    """True if some parameters get no gradient, tested on one sequence of the training length."""
+    # Any tokens will do: which parameters get gradients does not depend on them.
     tokens = (torch.arange(config.seq_len, device=device) % config.data.vocabulary())[None]
     with holding():
         loss, _ = objective(tokens, tokens)
         loss.backward()
-        forget()  # what its numbers are is of no interest
+        forget()  # its numbers need no checks
     params = [p for p in objective.parameters() if p.requires_grad]
     unused = any(p.grad is None for p in params)
     for p in params:
@@ -439,7 +441,7 @@ def parameter_groups(named: Named, weight_decay: float, periods: Mapping[Tensor,
     """Groups by decay and period: matrices decay, vectors (scales, biases) do not. [TRAIN-OPTIM-D1]"""
     groups: dict[tuple[bool, int], Group] = {}
     for name, p in named:
-        # Scales and biases are kept at their size; decay is for maps.
+        # Only matrices decay; scales and biases keep their size.
         vector, period = is_vector(name, p), (periods or {}).get(p, 1)
         group = groups.setdefault((vector, period), {"params": [], "param_names": []})
         group["params"].append(p)

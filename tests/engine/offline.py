@@ -106,7 +106,7 @@ CASES = {
             "retention": {"kind": "norm_cap", "retention": {"kind": "kl", "signed": True}},
             "algorithm": "delta_momentum", "decay_order": "before_gradient", "read": "before",
         },
-        dtype=torch.float32, channels=True, given="masks documents values keys", spilt=(0, 768),
+        dtype=torch.float32, channels=True, given="masks documents values keys", spilt=(0, 768), beside=1,
     ),
     "in_place": Case({**DECAY, "algorithm": "momentum"}, in_place=True, spilt=LOOP),
     "in_place_wide": Case(DECAY, width=128, dtype=torch.float32, in_place=True, spilt=LOOP),

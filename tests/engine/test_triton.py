@@ -133,7 +133,8 @@ def test_every_card_and_width_has_launches() -> None:
             chunks = table.chunks_of(width, exact, linear=linear)
             assert chunks.narrow == (exact == "bf16" and linear and width <= 128)
             assert chunks.segment % chunks.size == 0 and (chunks.size == chunks.segment) == chunks.narrow
-            least = table.FEWEST if exact == "tf32x3" else table.ROUND
+            least = table.least_of(card, exact)
+            assert least == (64 if exact == "bf16" and card >= 90 else 16)
             sizes = {"momentum": momentum, "narrow": chunks.narrow, "whole": not linear, "least": least}
             walks = table.walked(card, 200, width, **sizes)
             assert not walks.apart or chunks.narrow

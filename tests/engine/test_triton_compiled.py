@@ -29,17 +29,19 @@ REGISTERS = 65536  # of a multiprocessor, dealt out to a thread in eights
 
 
 class Card(NamedTuple):
-    """Bytes of shared memory that a program may have, and that a multiprocessor has."""
+    """Bytes of shared memory that a program may have, and that a multiprocessor has; and bytes that a thread of a walk,
+    and of the others, may keep outside its registers beyond what a case may on sm_90, whose products take operands from
+    shared memory."""
 
     most: int
     whole: int
+    over: tuple[int, int] = (0, 0)
 
 
-CARDS = {80: Card(163 * 1024, 164 * 1024), 90: Card(227 * 1024, 228 * 1024)}
+CARDS = {80: Card(163 * 1024, 164 * 1024, (32, 1568)), 90: Card(227 * 1024, 228 * 1024)}
 # Programs that a multiprocessor of sm_90 holds at once, at states of 64 x 64 in bfloat16. One that walks a sequence
 # waits for its own last result most of the time, so that two are twice as fast; a token in place is over at once.
 BESIDE = {
-    "forward": 2,
     "channel_pairs": 1,
     "channel_borders": 1,
     "channel_tokens": 2,
@@ -56,7 +58,7 @@ AT_ONCE = {"in_place": (640, 2), "in_place_wide": (560, 2), "in_place_kda": (600
 TURNS = {
     "gated_delta_documents": {"scan": (1200, 24), "pull": (1100, 10)},
     "delta": {"scan": (1200, 24), "pull": (1100, 10)}, "gated_delta": {"scan": (1200, 24), "pull": (1100, 10)},
-    "momentum": {"scan": (1400, 24), "pull": (1450, 14)}, "masks": {"scan": (1400, 24), "pull": (1600, 14)},
+    "momentum": {"scan": (1400, 24), "pull": (1450, 14)}, "masks": {"scan": (1420, 24), "pull": (1600, 14)},
     "kda": {"scan": (1100, 24), "pull": (900, 10)},
     "wide": {"scan": (1600, 28), "pull": (1400, 14)}, "wide_momentum": {"scan": (1450, 24), "pull": (1600, 14)},
 }  # fmt: skip
@@ -98,10 +100,10 @@ def compiled(version: str, card: int, names: tuple[str, ...]) -> list[dict[str, 
 
 
 def expect_within_budget(row: dict[str, Any], card: int) -> None:
-    case, walk = CASES[row["case"]], row["kernel"] in ("scan", "pull")
-    forward = row["kernel"] in ("forward", "scan")
+    case, walk = CASES[row["case"]], row["kernel"] in ("scan", "pull", "forward")
+    of = 0 if row["kernel"] in ("forward", "scan", "one_token") else 1
     assert row["shared"] <= CARDS[card].most and row["short"] == 0, row
-    assert case.spilt is None or row["stack"] <= case.spilt[0 if forward else 1], row
+    assert case.spilt is None or row["stack"] <= case.spilt[of] + CARDS[card].over[of], row
     threads = 32 * row["warps"]
     by_registers = REGISTERS // (-(-row["registers"] // 8) * 8 * threads)
     by_memory = CARDS[card].whole // (row["shared"] + 1024)
@@ -114,14 +116,15 @@ def expect_within_budget(row: dict[str, Any], card: int) -> None:
     if card == 90 and walk and row["case"] in TURNS:
         instructions, barriers = TURNS[row["case"]][row["kernel"]]
         assert row["instructions"] <= instructions and row["barriers"] <= barriers, row
-        assert row["local"] <= (0 if case.width == 64 else 8) and row["waits"] <= row["products"] // 3, row
+        assert row["local"] <= (0 if case.width == 64 and case.given != "masks" else 8), row
+        assert row["waits"] <= row["products"] // 3, row
 
 
 @pytest.mark.spec("ENG-TRITON-D4", "ENG-TRITON-D9")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("version", [HERE, *OTHERS])
-def test_kernels_compile_and_fit_a_card(version: str) -> None:
-    rows = compiled(version, 90, COVERING)
+@pytest.mark.parametrize(("version", "card"), [(HERE, 80), *((version, 90) for version in (HERE, *OTHERS))])
+def test_kernels_compile_and_fit_a_card(version: str, card: int) -> None:
+    rows = compiled(version, card, COVERING)
     once = {"factors": 1, "scan": 1, "pull": 1}
     assert {name: Counter(row["kernel"] for row in rows if row["case"] == name) for name in COVERING} == {
         "gated_delta_documents": {**once, "tokens": 1, "gates": 1},
@@ -131,7 +134,7 @@ def test_kernels_compile_and_fit_a_card(version: str) -> None:
         "in_place": {"one_token": 1}, "in_place_wide": {"one_token": 1},
     }  # fmt: skip
     for row in rows:
-        expect_within_budget(row, 90)
+        expect_within_budget(row, card)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hecate.data import IGNORED, MQAR, Bytes, Copy, MADCompression, Parity
-from hecate.errors import ConfigError, DataError
+from hecate.errors import ConfigError, DataError, NonFiniteError
 from hecate.evals import (
     LossByPosition,
     Niah,
@@ -78,6 +78,14 @@ def test_an_oracle_is_right_and_one_wrong_label_spoils_its_answer():
     for own in evaluate_tasks(Oracle(ASKED, wrong=True), Bytes(), ASKED, text=TEXT):
         assert own.exact == pytest.approx(2 / 3 if own.name == "variable_tracking" else 0)
         assert own.accuracy == pytest.approx(1 - own.rows / own.labels)
+
+
+@pytest.mark.spec("EVAL-SCORE-D1")
+def test_logits_that_are_no_numbers_have_no_score():
+    """The arg max of NaN is its first place, which some labels are."""
+    task, oracle = Synthetic(data=Parity(seq_len=8), samples=3), Oracle(ASKED)
+    with pytest.raises(NonFiniteError, match="hold NaN"):
+        evaluate_tasks(lambda tokens: oracle(tokens) * torch.nan, Bytes(), [task])
 
 
 @pytest.mark.spec("EVAL-SCORE-D1")

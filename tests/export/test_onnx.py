@@ -237,6 +237,10 @@ def test_a_bias_of_a_user_without_derivatives_by_hand_is_refused_by_name(tmp_pat
     said = r"torch.func takes derivatives of bias 'cosh_of_a_user' \(grad, grad_vjp\), which the exporter cannot follow"
     with pytest.raises(ConfigError, match=said):
         export_onnx(Memory(8, 2, MemoryConfig(bias=Cosh())), tmp_path / "out")
+    levels = [{"name": "fast", "memory": "delta"}, {"name": "slow", "period": 2, "memory": {"bias": Cosh()}}]
+    model = LanguageModel({"vocab_size": 9, "d_model": 8, "heads": 2, "layers": 1, "levels": levels})
+    with pytest.raises(ConfigError, match=f"LanguageModel does not convert to ONNX: {said}"):
+        export_onnx(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize(("model", "name"), [

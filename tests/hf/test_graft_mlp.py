@@ -376,7 +376,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "bias 'l1' gives values that start at zero no gradient": (
         model_of, {"memory": {"bias": "l1", "key_norm": "l2", "read": "after"}}),
     "periods: must rise, from fast to slow, got 8 ahead of 4": (model_of, {"periods": (8, 4)}),
-    "periods": (model_of, {"periods": ()}),
+    "periods: must be a list of 1 or more, got ()": (model_of, {"periods": ()}),
+    "periods[1]: must be >= 1, got 0": (model_of, {"periods": (4, 0)}),
     "train must be": (model_of, {"train": "new"}),
     "has a graft already": (lambda: graft_mlp(model_of()), {}),
 }  # fmt: skip

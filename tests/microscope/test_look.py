@@ -13,6 +13,7 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.microscope import look
 from hecate.models import LanguageModel, LanguageModelConfig, LinearTransformer
 from hecate.nn import AttentionConfig, Composed, LinearAttention, Memory, PerformerAttention
+from hecate.rule import memory_weights
 
 GENTLE = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.1}, "feature_map": "elu"}
 LEVELS = [
@@ -96,6 +97,37 @@ def test_a_call_that_goes_on_is_one_scan(generator):
     fast = nested["fast"]
     assert [asked.v.shape[1] for asked in fast.scans] == [4, 4, 3]  # restarted at each commit
     assert not fast.attention.map[..., 4:, :4].any() and fast.attention.start[:, :, 4:].any()
+
+
+@pytest.mark.spec("SCOPE-LOOK-D1")
+def test_a_model_that_takes_no_state(generator):
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = Memory(WIDTH, HEADS, "delta", generator=generator)
+
+        def forward(self, x):
+            return x + self.memory(x)[0]
+
+    x, model = drawn(generator, 2, TOKENS, WIDTH), nn.Sequential(Block(), nn.Linear(WIDTH, 3))
+    found, expected = look(model, x)["0.memory"].answers, look(model[0].memory, x)["memory"].answers
+    assert torch.equal(found, expected)
+    with pytest.raises(TypeError):
+        look(model, x, state=model[0].memory(x)[1])
+
+
+@pytest.mark.spec("SCOPE-RECALL-D1", "SCOPE-VIEW-D1")
+@pytest.mark.parametrize("rule", ["gated_mesa", "gsa"])
+def test_a_memory_that_is_read_by_more_than_phi_has_no_recall(rule, generator):
+    layer, x = Memory(WIDTH, HEADS, rule, generator=generator), drawn(generator, 2, TOKENS, WIDTH)
+    view = look(layer, x)
+    last = memory_weights(view["memory"].config, layer(x)[1].memory)
+    assert view["memory"].draw() is not None
+    for name, weight in last.items():
+        torch.testing.assert_close(view.norms["memory"][name][..., -1], weight.detach().flatten(2).norm(dim=2))
+    assert view["memory"].times[-1] == TOKENS and view.ranks["memory"] and not view.recall
+    with pytest.raises(ConfigError, match="memory has no recall: readout '[a-z]+' asks the memory other than by phi"):
+        _ = view["memory"].recall
 
 
 @pytest.mark.spec("SCOPE-LOOK-D1")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hecate import phi
-from hecate.errors import ConfigError, NonFiniteError, ShapeError
+from hecate.errors import ArgumentError, ConfigError, NonFiniteError, ShapeError
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
 from tests.optim.test_edges import KINDS, RFF
 
@@ -227,6 +227,18 @@ def test_refused_options():
     for options, message in REFUSED:
         with pytest.raises(ConfigError, match=message):
             PhiMomentum([torch.nn.Parameter(torch.zeros(3, 4))], **{"lr": 0.1, **options})
+
+
+@pytest.mark.spec("OPT-BASE-D4")
+def test_arguments_without_a_place_are_refused_by_name():
+    places = "by place it takes params, lr, momentum, erase$"
+    with pytest.raises(ArgumentError, match=f"DeltaMomentum got too many positional arguments; {places}"):
+        DeltaMomentum(model().parameters(), 0.1, 0.9, 1.0, "rows")
+    with pytest.raises(ArgumentError, match=f"DeltaMomentum got multiple values for argument 'lr'; {places}"):
+        DeltaMomentum(model().parameters(), 0.1, lr=0.1)
+    said = "^DeltaMomentum got an unexpected keyword argument 'readin'. Did you mean 'reading'"
+    with pytest.raises(ArgumentError, match=said):
+        DeltaMomentum(model().parameters(), 0.1, readin="rows")
 
 
 def test_an_option_that_one_group_has_a_use_for_is_taken():

@@ -37,6 +37,14 @@ def test_erase_follows_lr():
     assert follow(w, optimizer, reference.DeltaMomentum(0.02, erase=0.02, reading="scalar")) <= 1e-12
 
 
+@pytest.mark.spec("OPT-DELTA-D1")
+def test_a_gradient_that_erases_all_leaves_nothing(float32):
+    """Nor what rounding momentum to the default dtype would leave."""
+    w = parameter(3, 5)
+    optimizer = DeltaMomentum([w], 0.02, 0.8, 9.0, reading="scalar")
+    assert follow(w, optimizer, reference.DeltaMomentum(0.02, 0.8, 9.0, "scalar")) <= 1e-14
+
+
 @pytest.mark.spec("OPT-DELTA-I1")
 @pytest.mark.parametrize("reading", ["matrix", "rows", "scalar"])
 def test_stable_forms_never_grow(reading):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.errors import CheckpointError, ConfigError
-from hecate.optim import M3, Leveled, PhiMomentum, level_groups
+from hecate.optim import DGD, M3, Leveled, PhiMomentum, level_groups
 from hecate.train.state import OptimizerFacts, pack, unpack
 from tests.reference import leveled as reference
 
@@ -393,6 +393,12 @@ def test_refusals():
 def test_an_optimiser_that_evaluates_again_is_refused():
     with pytest.raises(ConfigError, match="LBFGS evaluates its loss again"):
         Leveled([nn.Parameter(torch.zeros(1))], torch.optim.LBFGS)
+
+
+@pytest.mark.spec("OPTIM-LEVEL-D3")
+def test_an_optimiser_that_steps_by_samples_is_refused():
+    with pytest.raises(ConfigError, match="DGD steps by the samples of one backward pass"):
+        Leveled(nn.Linear(2, 2).parameters(), DGD, lr=0.1)
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")

@@ -468,9 +468,43 @@ def wrong(name: str) -> dict[str, Any]:
         def grad(self, pred: Tensor, target: Tensor) -> Tensor:
             return (pred - target).mean(-1, keepdim=True)
 
+    class Fading(retention.Retention):
+        """fading_of_a_user: M' = retain M + D, of a gate that is not declared."""
+
+        kind: Literal["fading_of_a_user"] = "fading_of_a_user"
+        retain: float = 0.5
+
+        def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+            return over(retain, memory) * memory + direction
+
+    class Sorted(Fading):
+        """sorted_of_a_user: the same, in a form that no kernel is printed from."""
+
+        kind: Literal["sorted_of_a_user"] = "sorted_of_a_user"
+
+        def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+            return super().step(memory.sort(-1).values, direction, retain)
+
+    class Rolling(algorithm.Algorithm):
+        """rolling_of_a_user: D = -momentum lr G, of a gate that is not declared."""
+
+        kind: Literal["rolling_of_a_user"] = "rolling_of_a_user"
+
+        def direction(self, grad, lr, momentum):
+            return (-over(momentum * lr, grad) * grad,)
+
+    class Straight(bias.Bias):
+        """straight_of_a_user: ell = sum log cosh(e), said to be linear."""
+
+        kind: Literal["straight_of_a_user"] = "straight_of_a_user"
+        linear: ClassVar[bool] = True
+
+        def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+            return (pred - target).cosh().log().sum(-1)
+
     knobs = {
-        "algorithm": (Bare, Forgetful, Total, Mean), "structure": (Spread,), "retention": (Centred, Narrow),
-        "bias": (Deaf, Lone),
+        "algorithm": (Bare, Forgetful, Total, Mean, Rolling), "structure": (Spread,),
+        "retention": (Centred, Narrow, Fading, Sorted), "bias": (Deaf, Lone, Straight),
     }  # fmt: skip
     fields = {cls.__name__: {knob: cls()} for knob, classes in knobs.items() for cls in classes}
     links = {cls.__name__: {"retention": retention.Bregman(link=cls())} for cls in (Summed, Late)}
@@ -485,10 +519,14 @@ def wrong(name: str) -> dict[str, Any]:
     ("Centred", "retention.centred_of_a_user: a memory beside others against the same alone"),
     ("Summed", r"retention.bregman.weights of Bregman\(link='summed_of_a_user'\) must be \[1, 3, 3\]"),
     ("Deaf", "bias.deaf_of_a_user: the loss does not depend on pred"),
+    ("Fading", "step` of 'fading_of_a_user' reads the retain gate, which it is not declared to take; set uses_retain"),
+    ("Sorted", "retention.sorted_of_a_user: it reads the retain gate, which it does not declare; set uses_retain"),
+    ("Rolling", "algorithm.rolling_of_a_user: it reads the momentum gate, which it does not declare"),
+    ("Straight", "bias.straight_of_a_user: declared linear, grad against a pred"),
 ])  # fmt: skip
 def test_a_check_says_what_is_wrong_with_a_knob(name, sentence, monkeypatch):
     restore_registries(monkeypatch)
-    with pytest.raises((AssertionError, ShapeError), match=sentence):
+    with pytest.raises((AssertionError, ShapeError, ConfigError), match=sentence):
         check_knobs(MemoryConfig(**wrong(name), key_norm="l2"))
 
 

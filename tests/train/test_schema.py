@@ -102,7 +102,7 @@ def test_descriptions_are_those_of_the_docstrings(schema):
     for place, field, text in (
         ("BudgetConfig", "keep", "number of newest checkpoints to keep"),
         ("LanguageModelConfig", "mlp_ratio", "hidden width of the gated MLP over d_model; 0 leaves it out."),
-        ("data.tokens", "vocab_size", "filled from the folder, at least its own; `.bin` files do not tell it."),
+        ("data.tokens", "vocab_size", "filled from the folder if left out, and at least the folder's; "),
         ("bias.huber", "delta", "huber: "),
         ("optimizer.delta_momentum", "reading", "what g^T g is."),
         ("retention.decay", "kind", "decay: M' = retain M + D, "),

@@ -33,7 +33,7 @@ from hecate.tape import Block, Run, Tensors, execute, formula_block, is_traced, 
 from hecate.tape.ops import over, sum_to_gate
 
 Maybe = Tensor | None
-# (total, x, y, sign=1) -> total + sign x y: in place of a total of nobody else's, where torch need not see it all.
+# (total, x, y, sign=1) -> total + sign x y: in place, if no one else uses the total and torch need not see it.
 Plus = Callable[..., Tensor]
 
 
@@ -320,7 +320,7 @@ class _Back:
                 self.met[at] = torch.bmm(g.mT, gated)
             else:
                 self.memory[at] = (_apart if fresh else self.plus)(self.memory[at], g.mT, gated)
-        return self.plus(gq, gattend, h, -1)  # of the constant nobody asks
+        return self.plus(gq, gattend, h, -1)  # a constant needs no cotangent
 
 
 def _apart(total: Tensor, x: Tensor, y: Tensor, sign: int = 1) -> Tensor:
@@ -468,7 +468,7 @@ def _gradients(graph: Graph, bias: Bias) -> Block:
 
 
 def _fold(tokens: Tensor) -> Block:
-    sizes = tokens.shape[:2]  # both of them: of no tokens neither follows from the other
+    sizes = tokens.shape[:2]  # both sizes given, as with no tokens -1 would be ambiguous
     return linear_block("chunk.fold", lambda x: x.flatten(0, 1), lambda g: g.unflatten(0, sizes))
 
 

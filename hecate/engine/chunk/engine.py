@@ -114,11 +114,11 @@ class Chunk(TokenEngine):
         return None
 
     def cost(self, plan: Plan) -> float:
-        """A step has to take two tokens on average to beat as many of the token loop."""
+        """A step costs as much as two tokens of the token loop, so it has to take two on average."""
         return math.inf if plan.config.chunk == 1 else 200.0 * max(1, steps_of(plan))
 
     def about(self, plan: Plan) -> str:
-        """Tells the number of steps, if that is too many."""
+        """The number of steps, if there are too many."""
         steps = steps_of(plan)
         if 2 * steps > plan.length:
             return f"{steps} chunks for {plan.length} tokens: resets leave too little in each"
@@ -138,14 +138,14 @@ def steps_of(plan: Plan, longest: int | None = None) -> int:
     size = min(longest or span_size(config, channelwise=plan.channels, late=late), config.chunk, length)
     if not plan.masks and plan.place is not None and plan.place < config.chunk:
         return len(spans_of(plan.place, length, config.chunk, size))
-    call = plan.tensors  # masks tell, and where memories stand
+    call = plan.tensors  # the number depends on the masks, and on each memory's place in its chunk
     position, heads = call.memories[0][1].position, call.inputs.lr.shape[2]
     write, reset = (None if mask is None else fold_mask(mask, heads) for mask in call.inputs[6:8])
     return places_of(write, reset, position, length, config.chunk, size)[-1] if len(position) else 0
 
 
 def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) -> int:
-    """The most tokens that one step takes; `late` where launches count."""
+    """The most tokens in one step; `late`: on a device, where each launch costs time."""
     if config.blocks:
         return min(config.chunk, BLOCK)
     if config.commit == "chunk" and config.decay_order == "with_step":
@@ -183,7 +183,7 @@ def chunked(
     channelwise, late = tokens.retain.dim() == 3, waits(tokens.v)
     size = min(size or span_size(config, channelwise=channelwise, late=late), config.chunk, length)
     layout: Layout | None = None
-    # After a commit the next chunk reads, too: with its queries goes that of the token before, in one product.
+    # After a commit, the closing token's query is answered by the next chunk's product, together with that chunk's.
     after = config.commit == "chunk" and config.read == "after"
     queries, ahead = tokens.phi_q, after and steps is None and tokens.reset is None
     if ahead:
@@ -232,7 +232,7 @@ def _bytes(tensors: Tensors) -> int:
 
 
 def _of_row(config: MemoryConfig, carry: Carry, row: Tensors) -> tuple[Tensors, Tensor | None, Memory]:
-    """A row apart: itself, which of its tokens are written where their steps want to know, the start."""
+    """The parts of a row: the row itself, its write mask if steps need it, and the start."""
     start = len(carry.memory) if config.retention.anchored else 0
     split = len(row) - start
     row, initial = row[:split], several(row[split:])
@@ -343,12 +343,12 @@ def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
 
 
 def since_of(carry: Carry, decay: Tensor | None, run: Run) -> Tensor | None:
-    """The products of retain since the span's start as those since its chunk's."""
+    """Products of retain since the chunk's start, from those since the span's."""
     return None if decay is None else one(run(_SINCE, carry.pending_retain[0], decay))
 
 
 def closed(carry: Carry, decay: Tensor | None, span: Span, run: Run) -> Carry:
-    """The carry with the product that the chunk goes on with: 1 where it closes."""
+    """The carry with the product of retain up to the span's end, or 1 where the chunk closes."""
     if decay is None:
         return carry
     last = one(run(LAST, decay))
@@ -401,7 +401,7 @@ def _commit_chunk(
             carry = select(span.closes, carry, waiting, run)
     if ahead or span.closes is False or config.read == "before":
         return y, carry
-    # The closing token alone sees the commit.
+    # Only the closing token sees the commit.
     early, (_, query) = cut((y,), [span.size - 1, 1], run), cut((phi_q,), [span.size - 1, 1], run)
     after = predict(config, config.rule.weights(carry.memory, run=run), one(query), run)
     return one(run(CONCAT, one(early[0]), after)), carry
@@ -436,7 +436,7 @@ _SINCE = formula_block(
     lambda total, decay: total.unsqueeze(1) * decay,
     lambda total, decay, g: ((g * decay).sum(1), total.unsqueeze(1) * g),
 )
-_LATER = linear_block(  # the first answer is nobody's
+_LATER = linear_block(  # no token takes the first answer
     "chunk.later",
     lambda x: torch.cat([x[:, :1].detach(), x[:, :-1]], 1),
     lambda g: torch.nn.functional.pad(g[:, 1:], (0, 0, 0, 1)),
@@ -448,10 +448,10 @@ LAST = formula_block("chunk.last", lambda gates: gates[:, -1], _last_vjp)
 
 
 class Fused(Chunk):
-    """Chunks whose steps `torch.compile` has made."""
+    """Chunks with steps compiled by `torch.compile`."""
 
     name = "fused"
-    automatic = False  # nobody is to wait for a compiler
+    automatic = False  # compiling takes too long for a default
 
     def unfit(self, plan: Plan) -> str | None:
         """A CPU, or a GPU for which torch cannot compile; and what the chunk engine says."""
@@ -462,7 +462,7 @@ class Fused(Chunk):
         return super().unfit(plan)
 
     def about(self, plan: Plan) -> str:
-        """Tells how often it runs the step that it compiles."""
+        """A word on how often it runs the step that it compiles."""
         return f"runs one compiled step {steps_of(plan)} times, if asked for"
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:

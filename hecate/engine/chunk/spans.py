@@ -3,7 +3,7 @@
 A span is at most S tokens of one chunk. A masked token does not move its memory's place in the chunk, and a reset
 starts a chunk anew, so with masks every memory lays its own tokens into spans: one begins where a chunk opens, where a
 reset is, and after S tokens. Spans are filled from the right, so the token that closes a chunk is the last of its span;
-what stays empty writes nothing, and nobody reads it. [ENG-CHUNK-D4]
+empty places write nothing, and are not read. [ENG-CHUNK-D4]
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hecate.tape import Block, Run, Tensors, can_inspect
 class Span(NamedTuple):
     """Tokens of one chunk, taken in one step.
 
-    Whether they hold the token that opens and the one that closes the chunk: known for all memories, or told by a mask
-    `[N]`; and with masks, whether the chunk begins here, be it with tokens that are not written.
+    Its fields say whether they include the token that opens the chunk and the one that closes it, known for all
+    memories or as a mask `[N]`; and with masks, whether the chunk begins here, even if with unwritten tokens.
     """
 
     size: int

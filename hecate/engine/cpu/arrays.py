@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded to these
+BYTES, ROWS = 64, 4  # bytes in a vector, and rows that go together: sizes are padded to whole ones
 _PLAIN = Tensor, nn.Parameter
-SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
+SHARE = 1 << 20  # tokens x cells that are worth another thread
 
 
-NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu")  # of tokens that are all written, or never restart
+NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu")  # stands for a mask that is not given
 
 
 def whole(width: int, per: int) -> int:
@@ -25,7 +25,7 @@ def whole(width: int, per: int) -> int:
 
 
 def padded(tensor: Tensor, *sizes: int) -> Tensor:
-    """A tensor with zeros up to these sizes of its last axes; itself, but contiguous, where it has them."""
+    """A contiguous tensor, padded with zeros until its last axes have these sizes; no copy if none is needed."""
     tensor, given = tensor.detach(), tensor.shape[-len(sizes) :]
     if given != sizes:
         ends = zip(reversed(sizes), reversed(given), strict=True)
@@ -34,14 +34,14 @@ def padded(tensor: Tensor, *sizes: int) -> Tensor:
 
 
 def lies(tensor: Tensor) -> bool:
-    """True if the numbers of a tensor lie where its address says, in a row and as they are: for kernels that take
-    addresses, which of a subclass, on another device, or negated once they are read, are those of other numbers."""
+    """True if a kernel may read a tensor's numbers from its address: they lie there contiguously, on the CPU, and are
+    not those of a subclass nor lazily negated."""
     return type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def arrays(tensors: Iterable[Tensor | None], sizes: Iterable[tuple[int, ...]] = repeat(())) -> list[Any]:
-    """The numbers of each tensor in a row, `padded` to these sizes of its last axes, (): as it is; None stays None.
-    Shared with a contiguous tensor that has its sizes."""
+    """Each tensor as a flat numpy array, its last axes `padded` to these sizes, (): as they are; None stays None. A
+    contiguous tensor that needs no padding shares its memory with the array."""
     # One loop over all arguments of a kernel: calls for each of them are what a short sequence would wait for.
     rows: list[Any] = []
     for tensor, size in zip(tensors, sizes):  # noqa: B905
@@ -52,12 +52,12 @@ def arrays(tensors: Iterable[Tensor | None], sizes: Iterable[tuple[int, ...]] = 
 
 
 def share_out(work: Callable[[int, int], None], count: int, cells: int, share: int | None = None) -> None:
-    """Calls `work(lo, hi)` for `count` memories of so many cells x tokens in all, a thread per share of them."""
+    """Calls `work(lo, hi)` on ranges of `count` memories, in a thread for each `share` of the cells x tokens in all."""
     workers = min(torch.get_num_threads(), count, 1 + cells // (share or SHARE))
     if workers <= 1:
         work(0, count)
         return
     borders = [count * index // workers for index in range(workers + 1)]
-    # Threads that live as long as the call: none are left behind for a fork to lose.
+    # The threads end with the call, so that a later fork loses none.
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(work, borders, borders[1:]))

@@ -76,7 +76,7 @@ class CompiledLayers(TokenEngine):
         return math.inf if plan.length < TOKENS else 70.0 * plan.length
 
     def about(self, plan: Plan) -> str:
-        """Tells whether the call is long enough for its kernels."""
+        """A word on whether the call is long enough for its kernels."""
         if plan.length < TOKENS:
             return f"its kernels are worth loading from {TOKENS} tokens on"
         return "a kernel walks the layers, the state in cache"
@@ -95,15 +95,15 @@ class CompiledLayers(TokenEngine):
         return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
 
     def kernel(self, config: MemoryConfig, like: Any) -> ByHand:
-        """The kernels of (*memory, *slots, *initial, *tokens); like: a carry of that layout, for plain torch in their
-        place, which their operator has no need of."""
+        """Kernels as a `ByHand` of (*memory, *slots, *initial, *tokens); like: a carry of that layout, for plain torch,
+        which the operator for torch.compile does not need."""
         plain = partial(_by_loop, config, like)
         there, back = partial(walked, config, route_of=_route), partial(walked_vjp, config, route_of=_route)
         return ByHand("engine.compiled_layers", there, back, plain)
 
 
 def _unwalked(structure: Structure) -> str | None:
-    """The part of a graph that the kernels cannot walk; None if there is none."""
+    """The first part of a structure's graph that the kernels cannot walk; None if they can walk all of it."""
     graph = structure.graph()
     layers = [node.weight for node in graph.nodes if isinstance(node, Linear)]
     ops: list[Op] = [node.op for node in graph.nodes if isinstance(node, Apply)]
@@ -115,7 +115,7 @@ def _unwalked(structure: Structure) -> str | None:
     acts = {op.act for op in ops if isinstance(op, Act)}
     if len(acts) > 1:
         return "several activations, of which its kernels know one"
-    for act in acts - acts_of(structure):  # the others are asked with the config
+    for act in acts - acts_of(structure):  # the config's own are checked with the config
         if isinstance(reason := activation_nodes(act), str):
             return f"an activation {act.kind!r}, which has no kernel: {reason}"
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
@@ -167,7 +167,7 @@ class Route:
             ats.append(at)
             sizes.append(size)
             at += whole(size, per) + behind
-        ats.append(at)  # of ONE, which is -1
+        ats.append(at)  # the index -1, for ONE
         self.row = at + per
         for row in rows:
             row[4], row[5] = ats[row[4]], ats[row[5]]
@@ -179,8 +179,8 @@ class Route:
 def _route(
     structure: Structure, shapes: tuple[tuple[int, ...], ...], inputs: int, per: int, acts: tuple[Any, ...]
 ) -> Route:
-    # Of other nodes of its activations, as where these were made anew, it is another.
-    return Route(structure.graph(), shapes, inputs, per)  # graphs of other operations may be equal as tuples
+    # If its activations have other nodes, as after a redefinition, it is another graph.
+    return Route(structure.graph(), shapes, inputs, per)  # as tuples, graphs of different operations may be equal
 
 
 def _activation(graph: Graph) -> Activation:

@@ -1,4 +1,4 @@
-"""The exact compiled engine for matrix and slot memories on a CPU: token by token, the state in cache.
+"""The compiled engine for matrix and slot memories on a CPU: exact, token by token, the state in cache.
 
 The recurrence of the token loop in numba kernels, forward and backward (the extra `cpu`). The forward keeps the
 predictions `[N, T, V]` and the state of every max(64, sqrt(T))-th token; the backward writes the states of one such
@@ -6,7 +6,7 @@ segment again and walks it in reverse. Memories are shared out over `torch.get_n
 one, so results do not depend on their number. Subnormal numbers are kept unless `torch.set_flush_denormal` says
 otherwise.
 
-Second derivatives and batched cotangents go through the torch engines instead. [ENG-NUM-D1]
+Second derivatives and batched cotangents go through plain torch (`hecate.engine.parallel`) instead. [ENG-NUM-D1]
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors
 
-# Measured by `python -m studies cost-engines`: from this length on kernels are worth loading, and up to this size of a
-# l2 state (128 x 128 in float32) they beat block products, forward and backward together; with dot, whose rows go in
-# tiles, up to 256 x 256 at least.
+# Measured by `python -m studies cost-engines`, forward and backward together: from TOKENS on kernels are worth loading,
+# and under l2 they beat block products for states of up to LARGE bytes (128 x 128 in float32); under dot, whose rows
+# are cut into tiles, for 256 x 256 at least.
 TOKENS = 16
 LARGE = 1 << 16
 _LOG = logging.getLogger("hecate.engine")
-# Of the widest row that stays in registers, and of dot's tile of a wider one. Rows go in fours: with eight vectors each
-# they spill, and 128 numbers take 1.1 to 1.5 times as long as in cache.
+# The most vectors in a row that stays in registers, and in a tile of dot's wider rows. Four rows go together: with
+# eight vectors each, registers spill, and rows of 128 numbers take 1.1 to 1.5 times as long as from cache.
 VECTORS = 4
 NUMBA = importlib.util.find_spec("numba") is not None
 SEGMENT = 64  # least number of tokens between kept states
@@ -64,7 +64,7 @@ class Compiled(TokenEngine):
         return one_retain(plan) or no_kernels(plan, "wide")
 
     def cost(self, plan: Plan) -> float:
-        """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
+        """Less than blocks, except for large states under l2; infinite below `TOKENS`, so that nothing loads numba."""
         if plan.length < TOKENS:
             return math.inf
         size = math.prod(plan.shape) * plan.dtype.itemsize
@@ -77,7 +77,7 @@ class Compiled(TokenEngine):
         return (80.0 if large else 30.0) * plan.length
 
     def about(self, plan: Plan) -> str:
-        """Tells whether the call is long enough for its kernels."""
+        """A word on whether the call is long enough for its kernels."""
         if plan.length < TOKENS:
             return f"its kernels are worth loading from {TOKENS} tokens on"
         return "a kernel keeps the state in cache"
@@ -96,7 +96,7 @@ class Compiled(TokenEngine):
         return scan(call.config, tokens, carry, initial, run=run)
 
     def kernel(self, config: MemoryConfig, inputs: Tensors) -> ByHand:
-        """The kernels that these inputs are for, as their operator calls them."""
+        """The kernels for these inputs, as the operator for torch.compile calls them."""
         return kernel_of(config, Tokens(*inputs[-len(Tokens._fields) :]), None)  # type: ignore[arg-type]
 
 
@@ -108,13 +108,13 @@ def no_kernels(plan: Plan, module: str) -> str | None:
         return f"its kernels are for float32 and float64, the state is {plan.dtype}"
     if plan.traced and (reason := untold(plan.config)) is not None:
         return reason
-    missing = not NUMBA if plan.traced else load_kernels(module) is None  # which a compiler cannot trace
+    missing = not NUMBA if plan.traced else load_kernels(module) is None  # not traceable
     return f"it needs numba: {install_line('cpu')}" if missing else None
 
 
 def _fits_registers(config: MemoryConfig) -> bool:
-    """True of a config for the kernels of `registers` and `wide`: all that a row needs there stays in registers, so
-    they know fewer forms than `family`."""
+    """True if the kernels of `registers` and `wide` can run a config. Everything that a row needs stays in registers
+    there, so they know fewer forms than `family`."""
     forms = config.forms
     plain = forms.algorithm is not None and not forms.algorithm.nesterov and forms.plain
     return plain and (forms.target or forms.error) and config.structure.linear and chunk_refusal(config) is None
@@ -122,7 +122,7 @@ def _fits_registers(config: MemoryConfig) -> bool:
 
 @cache
 def load_kernels(name: str = "wide") -> ModuleType | None:
-    """A module of kernels; None without numba."""
+    """A module of kernels, imported; None without numba."""
     try:
         _tell()
         return importlib.import_module(f"hecate.engine.cpu.{name}")
@@ -132,7 +132,7 @@ def load_kernels(name: str = "wide") -> ModuleType | None:
 
 @cache
 def _tell() -> Any:
-    """The listener by which what numba compiles of this package from now on is told to the log. [ENG-NUM-D9]"""
+    """Registers a listener that logs what numba compiles of this package from now on. [ENG-NUM-D9]"""
     from numba.core import event
 
     class Listener(event.Listener):  # type: ignore[misc]
@@ -163,7 +163,7 @@ def _compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memor
 
 
 def kernel_of(config: MemoryConfig, tokens: Tokens, like: Any) -> ByHand:
-    """The kernels of (memory, *slots, initial, *tokens); like: a carry of that layout, for plain torch instead."""
+    """Kernels as a `ByHand` of (memory, *slots, initial, *tokens); like: a carry of that layout, for plain torch."""
     known: dict[Any, Any] = config.refusals
     if _fits_registers not in known:
         known[_fits_registers] = _fits_registers(config)
@@ -175,17 +175,17 @@ def kernel_of(config: MemoryConfig, tokens: Tokens, like: Any) -> ByHand:
 
 
 class Scan:
-    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens, `[B, T, H, *]` as they lie;
-    `[N, T, *]` are those of one head.
+    """The inputs of one call, ready for kernels: states `[N, V, P]` (slot None without momentum) and tokens in either
+    layout, `[B, T, H, *]` or `[N, T, *]`.
 
     Attributes:
-        vectors: of what stays in registers, None if nothing does: a row or, where u does not look at the memory, a tile
-            of it.
-        height, width: V and P in whole fours and tiles.
-        heads: memories whose tokens lie side by side.
+        vectors: number of vectors in a row that stays in registers, or in a tile of it where u does not depend on the
+            memory; None if rows are too wide.
+        height, width: V and P padded to whole fours of rows and to whole tiles.
+        heads: memories whose tokens are neighbours in memory, 1 for `[N, T, *]`.
         channels: whether retain is a gate per phi channel.
-        sizes: of the vectors and gates of a token.
-        segment: tokens between kept states.
+        sizes: padded shapes of a token's phi_k, phi_q, v, lr, retain and momentum.
+        segment: tokens between states that are kept for the backward pass.
     """
 
     def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
@@ -211,7 +211,7 @@ class Scan:
         self.segment = max(SEGMENT, math.isqrt(self.length))
 
     def launch(self, kernel: str, beside: Sequence[Tensor | None], scratch: Sequence[int | None]) -> None:
-        """Runs a kernel over all memories, each worker with its own scratch space, on tensors beside their tokens."""
+        """Runs a kernel over all memories, on the inputs and the tensors `beside`; each thread has its own scratch."""
         config, tokens, none = self.config, self.tokens, self.memory.new_empty(0)
         if not config.retention.uses_retain:
             tokens = tokens._replace(retain=None)  # type: ignore[arg-type]
@@ -238,7 +238,7 @@ class Scan:
         share_out(work, self.count, self.count * self.length * self.height * self.width)
 
     def cut(self, *states: Tensor | None) -> list[Tensor]:
-        """States without their padding, and without those that are None."""
+        """The states that are not None, without their padding."""
         (_, height, width), whole = self.memory.shape, []
         for state in states:
             if state is not None:
@@ -247,11 +247,11 @@ class Scan:
 
 
 def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-    """Outputs and final states; and the record for `_scan_vjp` if asked for."""
+    """Outputs and final states, and the record for `_scan_vjp`, empty unless `keeps`."""
     call = Scan(config, inputs)
     *shape, v = call.tokens.v.shape
     new = call.memory.new_empty
-    # Copies, in whole fours and tiles: the kernel leaves the last state in them.
+    # Padded copies, which the kernel overwrites with the last state.
     memory = padded(call.memory, *call.whole).clone()
     slot = None if call.slot is None else padded(call.slot, *call.whole).clone()
     y = new(*shape, call.height)
@@ -269,12 +269,12 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     memory = padded(finals[0], *call.whole).clone()
     slot = None if call.slot is None else padded(finals[1], *call.whole).clone()
     shape, zeros = tokens.v.shape[:-1], call.memory.new_zeros
-    new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
+    new = zeros if tokens.write is not None else call.memory.new_empty  # kernels skip masked tokens
     initial = zeros(memory.shape if tokens.reset is not None else 0)
     grads = []
     for size in call.sizes:
         grads.append(new(*shape, *size))
-    grads[Tokens._fields.index("lr")].zero_()  # lr's is a sum
+    grads[Tokens._fields.index("lr")].zero_()  # the kernel adds to that of lr
     states = (segment + 2) * height * width
     scratch = [7 * width, 2 * height, states, None if slot is None else states]
     if call.vectors:

@@ -1,8 +1,8 @@
 """The general kernel of the compiled engine: one walk over tokens, and the parts that a memory brings to it.
 
-A matrix memory or one of slots, under any bias, retention and algorithm that names a form, with every gate: what `Scan`
-is not made for. A part and a walk are compiled once per float type, each by itself, and kept on disk; see `parts`.
-[ENG-NUM-D8]
+For matrix and slot memories under any bias, retention and algorithm that names a form, with every gate: all that the
+kernels of `Scan` cannot run. A part and a walk are compiled once per float type, each by itself, and kept on disk; see
+`parts`. [ENG-NUM-D8]
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from hecate.structure.bound import FLOOR
 from hecate.tape import Tensors, several
 
 KERNELS = "hecate.engine.cpu.walk"
-PRINTED = "learn_", "act_", "step_", "link_", "descend_"  # and a digest: names of parts that are printed
-LEAST = 16  # tokens between kept states, and their square root where that is more
+PRINTED = "learn_", "act_", "step_", "link_", "descend_"  # names of printed parts begin so; a digest follows
+LEAST = 16  # least number of tokens between kept states; sqrt(T) if that is more
 
 
 class Part(NamedTuple):
-    """A part's name, the numbers of its form, what a factory of that name is called with, and the scratch space that it
-    needs: states, rows of one and vectors a row."""
+    """A part of the walk: its name, the numbers of its form, the arguments for its factory, and the scratch space that
+    it needs, in states, rows of a state and vectors per row."""
 
     name: str
     numbers: tuple[float, ...] = ()
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A memory's parts of the walk, in the order in which it takes them; with a graph `predict` is its activation, and
+    """A memory's parts of the walk, in the order of the walk's arguments; with a graph `predict` is its activation, and
     there are no descend, step and gain."""
 
     learn: Part
@@ -126,15 +126,15 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[
 
 
 def link_part(config: MemoryConfig, wide: tuple[int, bool]) -> Part:
-    """The part of a link, which does nothing where the memory itself is carried."""
+    """The part that maps the carried state to weights; it does nothing where the two are the same."""
     found = config.forms.retention
     link = None if isinstance(found, str) else found.link
     return Part("no_link") if link is None else printed_part(link)._replace(options=wide)
 
 
 def at_once(rows: Sequence[int], padded: Sequence[int], vector: int) -> tuple[int, bool]:
-    """Vectors that kernels may take at once, four at most, of rows of these sizes with padding, and whether there is
-    none."""
+    """The number of vectors, at most four, that kernels may take at once from rows of these padded sizes; and whether
+    the rows have no padding."""
     count = next(count for count in (4, 2, 1) if all(size % (count * vector) == 0 for size in padded))
     return count, list(rows) == list(padded)
 
@@ -179,7 +179,7 @@ def layout_of(shapes: tuple[tuple[int, ...], ...], vector: int) -> Layout:
 # Compiling.
 
 RouteOf = Callable[..., Any]  # the route of a graph for shapes
-Wanted = tuple[str, tuple[Any, ...], str, bool]  # a part's name and options, its place in `Parts`, and whether back
+Wanted = tuple[str, tuple[Any, ...], str, bool]  # a part's name, options, place in `Parts`, and whether backward
 
 # Arguments of parts, do and back: A an array, f a number, i a whole one; of walks before their parts also B a mask, I
 # whole numbers in a row, R the rule and G a graph.
@@ -198,7 +198,7 @@ WALKS: dict[str, tuple[str | None, ...]] = {"walk": PLACES, "layers": ("learn", 
 
 
 def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., Any]:
-    """A part or a walk as numba is to read it."""
+    """The Python function of a part or a walk, for numba to compile."""
     if name in WALKS:
         return getattr(importlib.import_module(KERNELS), "backward" if back else "forward")
     if name.startswith(PRINTED):
@@ -208,7 +208,8 @@ def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., An
 
 
 def _signature(place: str, back: bool, dtype: Any) -> Any:
-    """Of a part in a place, or of a walk: that has its parts last, each with its numbers, then their derivatives."""
+    """Signature of the part in a place, or of a walk, whose last arguments are its parts, each followed by its numbers,
+    and then the derivatives of parts."""
     from numba import types as nb
 
     from hecate.engine.cpu.layers import Graph
@@ -232,7 +233,7 @@ def _signature(place: str, back: bool, dtype: Any) -> Any:
 
 @cache
 def _built(name: str, options: tuple[Any, ...], place: str, back: bool, dtype: Any) -> Any:
-    """A function for numba to compile, or to take from disk where it has been before."""
+    """A kernel of a part or a walk under its full name; numba compiles it, or loads it from disk."""
     from hecate.engine.cpu.disk import compiled
 
     found = _python(name, options, back)
@@ -247,12 +248,12 @@ def _named(name: str, options: tuple[Any, ...], back: bool) -> str:
 
 @cache
 def ready(wanted: tuple[Wanted, ...], dtype: Any) -> list[Any]:
-    """Functions in machine code."""
+    """The functions as machine code, compiled for a float type."""
     kernels = [_built(*item, dtype) for item in wanted]
     for kernel, (_, _, place, back) in zip(kernels, wanted, strict=True):
         if not kernel.signatures:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # functions as arguments are "experimental", for ten years now
+                warnings.simplefilter("ignore")  # numba still warns that functions as arguments are experimental
                 kernel.compile(_signature(place, back, dtype))
             kernel.disable_compile()
     return kernels

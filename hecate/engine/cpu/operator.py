@@ -1,7 +1,7 @@
 """The kernels as operators of torch: one node under torch.compile, forward and backward, whatever the length.
 
-A compiler would unroll the token loop in their place. What it keeps of a graph it may keep on disk, so that a config
-goes in as text; the backward operator runs the forward pass again, whose record is no tensor. [ENG-NUM-D10]
+torch.compile would unroll the token loop instead. It may store graphs on disk, so a config is passed as text. The
+record of the forward pass is more than tensors, so the backward operator runs that pass again. [ENG-NUM-D10]
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from hecate.tape import ByHand, Run, Tensors
 
 
 class Facts(NamedTuple):
-    """The operators' arguments beside tensors.
+    """The arguments of the operators that are not tensors.
 
     Fields:
-        engine: whose kernels they are.
-        config: its text.
-        memories: weights of a memory.
-        there: which inputs are; memories, slots, starts and tokens.
+        engine: name of the engine whose kernels run.
+        config: the config as text.
+        memories: number of weights of a memory.
+        there: which of the inputs are not None: memories, slots, starts and the fields of `Tokens`.
     """
 
     engine: str
@@ -52,7 +52,7 @@ def _kernel(facts: Facts, tensors: Sequence[Tensor]) -> tuple[ByHand, Tensors]:
 
 
 def _examples(facts: Facts, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that the outputs are like: y like v, memories and slots like those ahead of the start."""
+    """Tensors that have the outputs' shapes: v for y, and the memories and slots that go in."""
     starts = len(facts.there) - len(Tokens._fields) - facts.memories
     return [tensors[starts + facts.memories + Tokens._fields.index("v")], *tensors[:starts]]
 

@@ -55,7 +55,7 @@ class Fla(TokenEngine):
         return kernel if isinstance(kernel, str) else None
 
     def unfit(self, plan: Plan) -> str | None:
-        """Masks, torch looking on, another dtype or device, no kernel at hand, or one that is not trusted."""
+        """Masks, tracing, another dtype or device, a kernel that cannot be imported, or one that is not trusted."""
         config = plan.config
         compiling = torch.compiler.is_compiling()
         if plan.masked and compiling:
@@ -110,7 +110,7 @@ class Fla(TokenEngine):
         units = config.key_norm == "l2" and (inputs.k.is_cuda or interpreting())
         direct = (units or config.key_norm == "none") and config.step == "raw" and config.query_scale == "none"
         direct = direct and inputs.erase is inputs.write_gate is inputs.retain_value is inputs.floor is None
-        # A multiple of x is rounded once, in whichever dtype.
+        # A multiple of x is rounded once, whatever the dtype.
         if not (direct and traits.componentwise and traits.degree == 1 and traits.parity == "odd"):
             return super().run(call, run)
         block, tensors = config.feature_map.block(call.params)
@@ -130,7 +130,7 @@ class Fla(TokenEngine):
 
 def _by_documents(plan: Plan) -> bool:
     """True if the masks of a call are the borders of documents and nothing else."""
-    # A sketch does not tell.
+    # A sketch has no masks.
     return plan.steps is None and plan.masks == ("reset",) and plan.tensors.inputs.reset in BORDERS
 
 

@@ -23,7 +23,7 @@ from hecate.errors import install_line
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, differentiable, one, several
 
-SMALLEST = 2.0**-40  # what smaller retain gates count as: its logarithms add up without losing float32's digits
+SMALLEST = 2.0**-40  # smaller retain gates count as this, so that sums of logarithms keep float32's digits
 # Relative difference from float64 that is always allowed: rounding of the inputs' dtype.
 PARITY = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}
 
@@ -79,7 +79,7 @@ def load_kernel(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The kernel; None if it cannot be imported."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no card is told by who is asked for the kernel
+            warnings.simplefilter("ignore")  # the engine that asks reports a missing GPU itself
             module: Any = importlib.import_module(kernel.module)
     except ImportError:
         return None

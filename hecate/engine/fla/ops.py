@@ -36,7 +36,7 @@ def _kernel(rule: str, dtype: torch.dtype, memory: Tensor, *tensors: Tensor) -> 
     reason = verdict(config, retain.dim() == 4, dtype, memory.device.type, tuple(memory.shape[1:]))
     if reason is not None:
         _tell(reason)
-    # Of the start of documents and of momentum nothing is made here.
+    # Starts of documents and momentum are not used here.
     inputs = (memory, memory, *Tokens(*tensors, torch.zeros_like(lr)))  # type: ignore[call-arg]
     return by_kernel(config, carry, dtype), inputs, reason is None
 

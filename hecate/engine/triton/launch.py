@@ -20,7 +20,7 @@ from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
 from hecate.engine.triton.scan import pull, scan
-from hecate.engine.triton.table import BLOCK, CHANNELS, FEWEST, ROUND, Documents, Launch, card_of, chunks_of, walked
+from hecate.engine.triton.table import BLOCK, CHANNELS, Documents, Launch, card_of, chunks_of, least_of, walked
 from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -53,8 +53,7 @@ class Form:
         linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
         self.chunks = chunks_of(self.width, exact, linear=linear)
         sizes, narrow = (card, self.height, self.width), self.chunks.narrow
-        # Products of shorter rows in bfloat16 reach beyond their memory on a card, as Triton 3.6 compiles them.
-        least = FEWEST if exact == "tf32x3" else ROUND
+        self.least = least = least_of(card, exact)
         self.walks = walked(*sizes, momentum=self.slots, narrow=narrow, whole=not self.bias.apart, least=least)
         # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
         self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
@@ -363,7 +362,7 @@ class Scan(Form, Given):
         q, k, kw, v, lr, retain, _, write, reset, _ = self.arguments
         us, es, kept, gy, kept_G = record
         segment, places, launch = self.chunks.segment, self.documents.segments * self.count, self.walks.rows
-        pieces, tile = segment // BLOCK, min(ROUND if self.chunks.narrow else CHANNELS, self.flags["BP"])
+        pieces, tile = segment // BLOCK, min(self.least if self.chunks.narrow else CHANNELS, self.flags["BP"])
         sums, overs = self.new(3, *k.shape), self.new(2, lr.numel())
         fresh = self.new(3, *k.shape) if self.flags["RESET"] else sums
         across = [self.new(places, 1 + self.chunks.narrow, segment, segment, dtype=self.dtype) for _ in range(2)]

@@ -45,6 +45,12 @@ WALKS = {
 }
 
 
+def least_of(card: int, exact: str) -> int:
+    """The fewest rows of what products take from memory: from sm_90 on shorter ones in bfloat16 reach beyond theirs, as
+    Triton 3.6 compiles them. Older cards take operands from registers, which longer ones overflow."""
+    return FEWEST if exact == "tf32x3" or card < 90 else ROUND
+
+
 def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, whole: bool, least: int) -> Walks:
     """The launches of the walks on a card; whole: a row of values is one tile; least: of the sides of what a product
     takes from memory."""

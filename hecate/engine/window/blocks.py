@@ -302,7 +302,7 @@ def gram_block(
 ) -> tuple[Outcome, Any]:
     """As `linear_block`; the products hold those of the first S's rows with the base states at their end.
 
-    Beside the outcome stands what the same call takes as `record`, lest the tokens run again."""
+    The second result is the `record` for the same call in the backward pass, so that the tokens need not run again."""
     products, x_k, x_q, v, values, *gates = leaves
     width = v.shape[-1]
     kernels = kernels_of(settings, products[:, :-width], x_k, x_q, width)

@@ -140,7 +140,7 @@ class _Spans(Rooms):
         return (span, states[:1], states[1:]) if self.waits else (span, states, states[: 1 + self.slot_count])  # type: ignore[return-value]
 
     def whole(self, *tensors: Tensor | None) -> Tensors:
-        """In operations that torch differentiates."""
+        """The whole run by operations that torch differentiates."""
         span, met, bases = self.split(tensors)
         features = self.features(torch.cat(span[:2], 1), span.keys, by_hand=False)
         outcome = self.between(*span, *self.products(span, features, met))
@@ -215,7 +215,7 @@ class _Spans(Rooms):
         ginputs[_Inputs._fields.index("keys")] = gkeys
         return gk, gq, *ginputs[2:], *gmet, *(gbases if self.waits else ())
 
-    # What lies between.
+    # Between the two products.
 
     def named(self, outcome: Tensors) -> tuple[Any, ...]:
         """Outputs of `between`: y, a, what M' has of S across, the combinations O, the context's values and marks."""

@@ -83,12 +83,12 @@ class Window(Engine):
         return coordinate_refusal(config)
 
     def unfit(self, plan: Plan) -> str | None:
-        """Gates that the kernels do not see, or keys whose kernels leave the range of numbers."""
+        """Gates that the kernels do not know, or keys whose kernels overflow."""
         if plan.channels:
             return "a retain per phi channel decays features apart, which meet in one kernel here"
         if plan.steps is not None or (lift := _lift(plan.config, plan.width)) is None:  # a sketch tells no keys
             return None
-        # Numbers decide here, so that the choice holds for this call alone.
+        # The answer depends on numbers, so it holds for this call only.
         keys = plan.tensors.inputs[:2]
         if not can_inspect(*keys, free=True) or not keys[1].numel():
             return None
@@ -103,7 +103,7 @@ class Window(Engine):
         return 300.0 + (40.0 * plan.length if plan.config.chunk == 1 else 150.0 * max(1, steps_of(plan, SIZE)))
 
     def about(self, plan: Plan) -> str:
-        """Tells how gradients and steps are taken."""
+        """A word on how gradients and steps are taken."""
         if plan.config.chunk == 1:
             return "linear memory, window or Gram matrix: exact in blocks"
         when = "one step per chunk" if plan.config.commit == "chunk" else "a step per token"
@@ -177,7 +177,7 @@ class _State(NamedTuple):
 
 
 class _Walk(Rooms):
-    """A settings's blocks one after the other, and the same backwards."""
+    """The blocks of a scan one after the other, forward and backward."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -206,11 +206,11 @@ class _Walk(Rooms):
         return [slice(at, min(at + self.size, length)) for at in range(0, length, self.size)]
 
     def plain(self, *inputs: Tensor | None) -> Tensors:
-        """All of it in operations that torch differentiates."""
+        """The whole walk by operations that torch differentiates."""
         return self.walked(inputs, keeps=False, by_hand=False)[0]
 
     def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[Any]]:
-        """Outputs and last states, and of every block what it began with and what it found."""
+        """Outputs and last states, and as record what each block started from and computed."""
         outputs, record = self.walked(inputs, keeps=keeps, by_hand=True)
         self.rooms.clear()
         return outputs, record
@@ -223,7 +223,7 @@ class _Walk(Rooms):
         for at, span in enumerate(spans):
             part = _part(tokens, span)
             features, rows = self.rows_met(state, part, by_hand=by_hand), self.rows(state, part)
-            # All that a block asks of the states that enter it, [N, rows, *], side by side.
+            # All products of a block's features with the states that enter it, [N, rows, *], in one.
             products = torch.cat([features @ base.mT for base in state.bases()], -1)
             outcome, steps = self.block(
                 self.settings, rows, (part.write, part.reset), self.leaves(products, part, state)
