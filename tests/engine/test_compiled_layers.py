@@ -10,7 +10,6 @@ import torch
 
 from hecate import MemoryConfig, named_rule
 from hecate.engine import Engine, Plan, choose, explain
-from hecate.engine.cpu import deep as module
 from hecate.errors import ConfigError
 from hecate.retention import KL, Retention
 from tests.engine.test_properties import in_pieces, whole
@@ -79,7 +78,7 @@ def test_widths_around_whole_vectors(d, width):
 
 @pytest.mark.spec("ENG-LAYERS-I2")
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
-    monkeypatch.setattr(module, "SHARE", 1)
+    monkeypatch.setattr("hecate.engine.cpu.arrays.SHARE", 1)
     case = case_of(config_of(**RULES["yaad"]), d=3, width=3, length=12, masks=True)
     alone = whole(case, engine="compiled_layers")
     threads = torch.get_num_threads()

@@ -38,11 +38,11 @@ FAULTS = [
         "engine/cpu",
         "tests/formula/test_algorithms.py",
         ("walk", "return max(rule.moving, 1) - 1", "return 0"),
-        ("walk", "        _clear(out)\n", ""),
-        ("walk", "_copy(part(S, n, D.size), D)", "_copy(part(S, n, A.size), D)"),
+        ("walk", "        fill(out, 0.0)\n", ""),
+        ("walk", "copy(part(S, n, D.size), D)", "copy(part(S, n, A.size), D)"),
         ("cells", "enumerate([*of_slots, direction.nodes.const(0.0)])", "enumerate(of_slots)"),
         ("cells", "enumerate([*slots, direction])", "enumerate([direction, *slots])"),
-        ("family", "given = [*given, torch.zeros_like(memory)]", "given = [*given, memory]"),
+        ("family", "slots.append(torch.zeros_like(memory))", "slots.append(memory)"),
     ),
     *_of(
         "formula",
@@ -415,10 +415,10 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_compiled_layers.py",
-        ("cpu/layers", "        gr = decayed(G, go, A, ao, size, r)", "        pass"),
+        ("cpu/layers", "        gr = decayed(G, X, r) - lost", "        pass"),
         ("cpu/layers", "            one += up[a + i] * row[wide + i]", "            pass"),
         ("cpu/layers", "                for i in range(width):\n                    g[a + i] = row[i]", "                pass"),
-        ("cpu/passes", "            store_rows(H, go + j, P, mul(m, g))", "            store_rows(H, go + j, P, g)"),
+        ("cpu/passes", "                store_rows(H, o + j, P, mul(m, g))", "                store_rows(H, o + j, P, g)"),
     ),
     *_of(
         "engine",
@@ -444,7 +444,7 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_compiled_layers.py",
-        ("cpu/layers", "            fill(M, at, count, 0.0)", "            pass"),
+        ("cpu/layers", "    fill(GW, 0.0)", "    pass"),
         ("cpu/lanes", "y * y if n == -2", "y if n == -2"),
     ),
     *_of(
@@ -453,7 +453,7 @@ FAULTS = [
         ("cpu/parts", "gu[r] = -lr * z[r] + 2 * gg * by_u * u[r]", "gu[r] = -lr * z[r]"),
         ("cpu/parts", "plus(gw, j, mul(b, i))", "pass"),
         ("cpu/walk", "grv[r] *= rp[0]", "pass"),
-        ("cpu/walk", "_join(g_initial, G)", "pass"),
+        ("cpu/walk", "added(G, o, g_initial, o, G.size)", "pass"),
     ),
     *_of(
         "formula",

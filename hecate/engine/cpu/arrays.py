@@ -19,6 +19,11 @@ SHARE = 1 << 20  # tokens x cells that are worth another thread
 NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu")  # stands for a mask that is not given
 
 
+def whole(width: int, per: int) -> int:
+    """A width in whole vectors, or fours, of so many numbers."""
+    return -(-width // per) * per
+
+
 def padded(tensor: Tensor, *sizes: int) -> Tensor:
     """A contiguous tensor, padded with zeros until its last axes have these sizes; no copy if none is needed."""
     tensor, given = tensor.detach(), tensor.shape[-len(sizes) :]
@@ -46,9 +51,9 @@ def arrays(tensors: Iterable[Tensor | None], sizes: Iterable[tuple[int, ...]] = 
     return rows
 
 
-def share_out(work: Callable[[int, int], None], count: int, cells: int, share: int = SHARE) -> None:
+def share_out(work: Callable[[int, int], None], count: int, cells: int, share: int | None = None) -> None:
     """Calls `work(lo, hi)` on ranges of `count` memories, in a thread for each `share` of the cells x tokens in all."""
-    workers = min(torch.get_num_threads(), count, 1 + cells // share)
+    workers = min(torch.get_num_threads(), count, 1 + cells // (share or SHARE))
     if workers <= 1:
         work(0, count)
         return

@@ -152,7 +152,7 @@ class Cells:
         return [*head, *page.lines, *tail], page.missing()
 
     def at(self, node: Node) -> str:
-        """Where in the scratch space a kept node lies: states, then rows, then vectors of a row."""
+        """The place of a kept node in the scratch space: states, then rows, then vectors of a row."""
         own, _ = self.kept[node]
         before = [other for other in self.kept if self.kept[other][0] == own]
         index = before.index(node)

@@ -12,7 +12,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import AlgorithmForm
-from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
+from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out, whole
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
 from hecate.formula import AlgorithmFormula, Formula, Weights
 from hecate.rule import MemoryConfig
+from hecate.structure.bound import FLOOR
 from hecate.tape import Tensors, several
 
+KERNELS = "hecate.engine.cpu.walk"
 PRINTED = "learn_", "act_", "step_", "link_", "descend_"  # names of printed parts begin so; a digest follows
 LEAST = 16  # least number of tokens between kept states; sqrt(T) if that is more
 
@@ -48,20 +50,21 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A memory's parts of the walk, in the order of the walk's arguments."""
+    """A memory's parts of the walk, in the order of the walk's arguments; with a graph `predict` is its activation, and
+    there are no descend, step and gain."""
 
     learn: Part
     predict: Part
-    descend: Part
-    step: Part
+    descend: Part | None
+    step: Part | None
     link: Part
-    gain: Part
-    plain: bool  # a step is r X - lr u w^T with r of one number a row, for which the walk has one pass
+    gain: Part | None
+    plain: bool = False  # a step is r X - lr u w^T with r of one number, for which the walk has one pass
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Part | None, ...]:
         """The parts alone."""
-        return self.learn, self.predict, self.descend, self.step, self.link, self.gain
+        return self[:-1]
 
 
 def refusal(config: MemoryConfig) -> str | None:
@@ -118,7 +121,7 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[
     else:
         predict, descend = Part("matrix"), Part("descent", (), (algorithm.momentum,))
     gain = Part("no_gain") if algorithm.ridge is None else Part("filtering", (1 / algorithm.ridge, algorithm.discount))
-    adds = retention.single.sum and not channels and descend == Part("descent", (), (False,))
+    adds = retention.single.sum and single and descend == Part("descent", (), (False,))
     return Parts(learn, predict, descend, own, link_part(config, wide), gain, adds)
 
 
@@ -144,12 +147,42 @@ def printed_part(found: Formula | Weights | AlgorithmFormula | tuple[Any, ...] |
     return Part(*importlib.import_module("hecate.engine.cpu.rows").part(found, kind))
 
 
+class Layout(NamedTuple):
+    """Places of weights in a state.
+
+    Fields:
+        places: where each weight begins, with its rows and columns, padded.
+        cells: numbers of a state.
+        largest: rows and columns that no weight has more of.
+        wide: as `at_once` says of them.
+    """
+
+    places: tuple[tuple[int, int, int], ...]
+    cells: int
+    largest: tuple[int, int]
+    wide: tuple[int, bool]
+
+
+@lru_cache(maxsize=256)
+def layout_of(shapes: tuple[tuple[int, ...], ...], vector: int) -> Layout:
+    """The layout of weights of these shapes, a vector having so many numbers."""
+    places, at = [], 0
+    for height, width in shapes:
+        places.append((at, whole(height, ROWS), whole(width, vector)))
+        at += places[-1][1] * places[-1][2]
+    _, rows, columns = zip(*places, strict=True)
+    return Layout(
+        tuple(places), at, (max(rows), max(columns)), at_once([width for _, width in shapes], columns, vector)
+    )
+
+
 # Compiling.
 
+RouteOf = Callable[..., Any]  # the route of a graph for shapes
 Wanted = tuple[str, tuple[Any, ...], str, bool]  # a part's name, options, place in `Parts`, and whether backward
 
 # Arguments of parts, do and back: A an array, f a number, i a whole one; of walks before their parts also B a mask, I
-# whole numbers in a row, R the rule and P a plan.
+# whole numbers in a row, R the rule and G a graph.
 _ARGUMENTS = {
     "learn": ("AAAiA", "AAAAAAiA"),
     "act": ("AAAAiA", ""),
@@ -158,20 +191,16 @@ _ARGUMENTS = {
     "step": ("AAAAAiiiiAA", "AAAAAAAAiiiiiAA"),
     "link": ("AAiiiiAA", "AAAAiiiiAA"),
     "gain": ("AAAAiiAA", "AAAAAiiAA"),
-    "walk": ("iiRAAAAAABB" + "A" * 12, "iiRAAAAAABB" + "A" * 26 + "I"),
-    "layers": (
-        "iiiiPf" + "i" * 8 + "AAAAAABB" + "A" * 6 + "iiiiiif" + "A" * 8,
-        "iiiiPf" + "i" * 8 + "AAAAAABB" + "A" * 13 + "iiiiiif" + "A" * 17,
-    ),
+    "walk": ("iiRGAAAAAABB" + "A" * 12, "iiRGAAAAAABB" + "A" * 26 + "I"),
 }
 PLACES = Parts._fields[:-1]
-WALKS = {"walk": (PLACES, PLACES), "layers": (("learn", "act", "link"), ("learn", "link"))}  # parts, and back
+WALKS: dict[str, tuple[str | None, ...]] = {"walk": PLACES, "layers": ("learn", "act", None, None, "link", None)}
 
 
 def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., Any]:
     """The Python function of a part or a walk, for numba to compile."""
     if name in WALKS:
-        return getattr(importlib.import_module(f"hecate.engine.cpu.{name}"), "backward" if back else "forward")
+        return getattr(importlib.import_module(KERNELS), "backward" if back else "forward")
     if name.startswith(PRINTED):
         return importlib.import_module("hecate.engine.cpu.rows").function(name, back, *options)
     parts = importlib.import_module("hecate.engine.cpu.parts")
@@ -183,20 +212,22 @@ def _signature(place: str, back: bool, dtype: Any) -> Any:
     and then the derivatives of parts."""
     from numba import types as nb
 
+    from hecate.engine.cpu.layers import Graph
     from hecate.engine.cpu.walk import Rule
 
     number = nb.float32 if dtype == np.float32 else nb.float64
-    array = nb.Array(number, 1, "C")
+    array, nodes = nb.Array(number, 1, "C"), nb.Array(nb.int64, 2, "C")
     kinds = {
         "A": array, "f": number, "i": nb.int64, "B": nb.Array(nb.boolean, 1, "C"), "I": nb.Array(nb.int64, 1, "C"),
-        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule), "P": nb.Array(nb.int64, 2, "C"),
+        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule),
+        "G": nb.NamedTuple((nodes, array, array), Graph) if place == "layers" else nb.none,
     }  # fmt: skip
-    given = [kinds[letter] for letter in _ARGUMENTS[place][back]]
-    parts, derivatives = WALKS.get(place, ((), ()))
+    parts = WALKS.get(place, ())
+    given = [kinds[letter] for letter in _ARGUMENTS["walk" if parts else place][back]]
     for own in parts:
-        given += [nb.FunctionType(_signature(own, False, dtype)), array]
-    if back:
-        given += [nb.FunctionType(_signature(own, True, dtype)) for own in derivatives]
+        given += [nb.FunctionType(_signature(own, False, dtype)), array] if own else [nb.none, nb.none]
+    for own in parts if back else ():
+        given.append(nb.FunctionType(_signature(own, True, dtype)) if own and _ARGUMENTS[own][1] else nb.none)
     return nb.void(*given)
 
 
@@ -228,131 +259,180 @@ def ready(wanted: tuple[Wanted, ...], dtype: Any) -> list[Any]:
     return kernels
 
 
+@cache
+def functions_of(name: str, parts: Parts, back: bool, dtype: Any) -> list[Any]:
+    """A walk in machine code, then the parts that it is given."""
+    places = [(place, part) for place, part in zip(WALKS[name], parts.parts, strict=True) if place and part]
+    wanted = [
+        (part.name, part.options, place, way)
+        for way in (False, True)[: 1 + back] for place, part in places if _ARGUMENTS[place][way]
+    ]  # fmt: skip
+    run, *code = ready(((name, (), name, back), *wanted), dtype)
+    built: dict[Any, Any] = {(place, way): function for (_, _, place, way), function in zip(wanted, code, strict=True)}
+    numbers: dict[Any, Any] = {place: np.array(part.numbers, dtype) for place, part in places}
+    functions = [run]
+    for place in WALKS[name]:
+        functions += [built.get((place, False)), numbers.get(place)]
+    return functions + [built.get((place, True)) for place in WALKS[name]] if back else functions
+
+
 # Running.
 
 
 class Walk:
-    """The inputs of one call: states `[N, V, P]` and tokens, `[B, T, H, *]` as they lie; `[N, T, *]` are those of one
-    head."""
+    """The inputs of one call: states `[N, size]`, their weights padded, and tokens, `[B, T, H, *]` as they lie;
+    `[N, T, *]` are those of one head."""
 
-    def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
-        """From memory, slots, initial memory and the fields of `Tokens`, flat."""
-        form, descent = config.algorithm.token_form() or AlgorithmForm(), config.forms.descent
-        slots = descent.slots if isinstance(descent, AlgorithmFormula) else 0
-        self.apart = slots > 0  # the direction is not one of the slots
-        self.carried, self.gains = slots or int(form.momentum), form.ridge is not None
+    def __init__(self, config: MemoryConfig, inputs: Tensors, route_of: RouteOf | None = None) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat; `route_of` where the kernels go through
+        the structure's graph."""
+        count = len(inputs) - len(Tokens._fields)
+        if route_of is None:
+            form, descent = config.algorithm.token_form() or AlgorithmForm(), config.forms.descent
+            slots = descent.slots if isinstance(descent, AlgorithmFormula) else 0
+            self.carried, self.gains, self.weights = slots or int(form.momentum), form.ridge is not None, 1
+            self.apart = slots > 0  # the direction is none of the slots
+        else:
+            self.weights = config.structure.graph().weights
+            self.carried, self.gains, self.apart = count // self.weights - 2, False, False
         self.moving = self.carried + self.apart
-        states = 1 + self.carried + self.gains
-        memory, *more = several(inputs[:states])
-        self.tokens = tokens = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        self.config, self.memory, self.slots, self.initial = config, memory, more, inputs[states]
-        (self.count, self.values, self.channels) = memory.shape
-        vector = BYTES // memory.element_size()
-        self.height, self.width = -(-self.values // ROWS) * ROWS, -(-self.channels // vector) * vector
+        self.states = several(inputs[: count - self.weights])
+        self.initial: Any = inputs[count - self.weights : count]
+        self.config, self.tokens = config, Tokens(*inputs[count:])  # type: ignore[arg-type]
+        tokens, first = self.tokens, self.states[0]
+        self.values, self.channels, self.length = tokens.v.shape[-1], tokens.phi_k.shape[-1], tokens.v.shape[1]
+        self.shapes = tuple([weight.shape[1:] for weight in self.states[: self.weights]])
+        self.count, self.new, self.zeros, vector = len(first), first.new_empty, first.new_zeros, BYTES // first.itemsize
+        self.layout = layout_of(self.shapes, vector)
+        self.cells, wide = self.layout.cells, self.layout.wide
+        self.height, self.width = whole(self.values, vector if route_of else ROWS), whole(self.channels, vector)
         self.by_channel = tokens.retain.dim() > tokens.lr.dim()
-        self.length = tokens.v.shape[1]
         self.segment = max(LEAST, math.isqrt(self.length))
-        self.parts = parts_of(
-            config, channels=self.by_channel, values=tokens.retain_value is not None,
-            wide=at_once([self.channels], [self.width], vector),
-        )  # fmt: skip
+        self.route = route_of and route_of(config.structure, self.shapes, self.channels, vector, config.forms.acts)
+        self.row, self.record = 0, 2 * self.height
+        if self.route is None:
+            values = tokens.retain_value is not None
+            self.parts = parts_of(config, channels=self.by_channel, values=values, wide=wide)
+        else:
+            self.row, self.record = self.route.row, 2 * self.route.row + self.height
+            learn, link = printed_part(config.forms.formula), link_part(config, wide)
+            self.parts = Parts(learn, self.route.act, None, None, link, None)
         self.linked = self.parts.link.name != "no_link"
-
-    @property
-    def cells(self) -> int:
-        """Numbers in a state, padding included."""
-        return self.height * self.width
+        self.anchored = config.retention.anchored
+        self.starts = tokens.reset is not None or self.anchored  # whether the start takes part
 
     @property
     def spare(self) -> int:
         """Numbers of scratch space for the parts."""
-        most = (part.room(self.height, self.width) for part in self.parts.parts)
-        return max(self.cells + 8 * (self.height + self.width), *most)
+        most = self.cells + 8 * (self.height + self.width)
+        for part in self.parts.parts:
+            if part is not None and any(part.scratch):
+                most = max(most, part.room(*self.layout.largest))
+        return most
 
-    def state(self, state: Tensor) -> Tensor:
-        """A copy of a state with padding."""
-        return padded(state, self.height, self.width).clone()
+    def packed(self, weights: Sequence[Tensor]) -> Tensor:
+        """A state of these weights."""
+        # Padding is 0 and stays so: no write, norm or sum sees it.
+        flat = []
+        for weight, (_, rows, columns) in zip(weights, self.layout.places, strict=True):
+            if weight.shape[1:] != (rows, columns):
+                weight = padded(weight, rows, columns)
+            flat.append(weight.detach().flatten(1))
+        return torch.cat(flat, 1)
 
-    def square(self, context: Tensor) -> Tensor:
-        """A copy of a gain's matrix with padding."""
-        return padded(context, self.width, self.width).clone()
+    def unpacked(self, state: Tensor) -> list[Tensor]:
+        """The weights of a state."""
+        return [
+            state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width].contiguous()
+            for (height, width), (o, rows, columns) in zip(self.shapes, self.layout.places, strict=True)
+        ]
 
     def copies(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of memory, of slots `[N, slots, V, P]`, the direction's place being the last, and of gain's matrix, of
+        """Copies of memory, of slots `[N, slots, size]`, the direction's place being the last, and of gain's matrix, of
         size 0 where there is none."""
-        none = self.memory.new_empty(0)
-        memory, *given = (self.state(state) for state in states[: 1 + self.carried])
+        none, slots = self.new(0), []
+        for at in range(0, self.weights * (1 + self.carried), self.weights):
+            slots.append(self.packed(states[at : at + self.weights]))
+        memory = slots.pop(0)
         if self.apart:
-            given = [*given, torch.zeros_like(memory)]
-        slots = torch.stack(given, 1) if given else none
-        return [memory, slots, self.square(states[-1]) if self.gains else none]
+            slots.append(torch.zeros_like(memory))
+        square = padded(states[-1], self.width, self.width).clone() if self.gains else none
+        return [memory, torch.stack(slots, 1) if slots else none, square]
 
     def cut(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Memory, slots and gain's matrix without their padding."""
         memory, slots, square = states
-        v, p = self.values, self.channels
-        kept = [memory[:, :v, :p], *(slots[:, at, :v, :p] for at in range(self.carried))]
-        return [item.contiguous() for item in (*kept, *([square[:, :p, :p]] if self.gains else []))]
+        weights = self.unpacked(memory)
+        for at in range(self.carried):
+            weights += self.unpacked(slots[:, at])
+        return [*weights, *([square[:, : self.channels, : self.channels].contiguous()] if self.gains else [])]
 
-    def launch(self, name: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
-        """Runs a walk over all memories, on the inputs and the arrays `given`; each thread has its own scratch space,
-        filled with zeros."""
-        config, tokens, none = self.config, self.tokens, self.memory.new_empty(0)
-        rule = importlib.import_module("hecate.engine.cpu.walk").Rule(
-            tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1, self.length, self.height, self.width, self.values,
-            self.channels, self.segment, int(self.by_channel), int(config.retention.uses_retain),
-            int(config.decay_order == "before_gradient"), int(config.read == "before"), self.moving,
-            int(self.linked), int(self.gains), int(self.parts.plain),
-        )  # fmt: skip
-        wide, high, back = (self.width,), (self.height,), name == "backward"
-        keys = padded(tokens.phi_k, self.width)
-        write, reset = (NO_MASK if mask is None else mask for mask in (tokens.write, tokens.reset))
-        initial, whole = (none, ()) if tokens.reset is None else (self.initial, (self.height, self.width))
-        phi_w, value = keys if tokens.phi_w is None else tokens.phi_w, tokens.retain_value
-        value, high_value = (none, ()) if value is None else (value, high)
-        own = (keys, tokens.phi_q, tokens.v, *tokens[3:6], write, reset, phi_w, value, initial)
-        sizes = ((), wide, high, (), wide if self.by_channel else (), (), (), (), wide, high_value, whole)
-        rows = arrays((*own, *given), chain(sizes, repeat(())))
-        dtype = rows[0].dtype.type
-        named = [(part.name, part.options, place) for place, part in zip(PLACES, self.parts.parts, strict=True)]
-        ways = (False, True) if back else (False,)
-        run, *parts = ready((("walk", (), "walk", back), *((*item, way) for way in ways for item in named)), dtype)
-        functions: list[Any] = []
-        for part, function in zip(self.parts.parts, parts, strict=False):
-            functions += [function, np.array(part.numbers, dtype)]
-        functions += parts[len(PLACES) :]
+    def launch(self, back: bool, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
+        """Runs a walk over all memories on what is given beside their tokens, each worker with scratch space of its
+        own, filled with zeros."""
+        tokens, none, high, kernels = self.tokens, self.new(0), (self.height,), importlib.import_module(KERNELS)
+        wide, of_retain = (self.width,), (self.width,) if self.by_channel else ()
+        write = NO_MASK if tokens.write is None else tokens.write
+        reset = NO_MASK if tokens.reset is None else tokens.reset
+        initial = self.packed(self.initial) if self.starts else none
+        value, of_value = (none, ()) if tokens.retain_value is None else (tokens.retain_value, high)
+        tensors = (*tokens[:6], write, reset, tokens.phi_w, value, initial, *given)
+        rows = arrays(tensors, chain((wide, wide, high, (), of_retain, (), (), (), wide, of_value), repeat(())))
+        if tokens.phi_w is None:
+            rows[8] = rows[0]
+        rule, dtype = self.rule(kernels), rows[0].dtype.type
+        run, *functions = functions_of("walk" if self.route is None else "layers", self.parts, back, dtype)
 
         def work(lo: int, hi: int) -> None:
-            own = arrays([none.new_zeros(size) for size in scratch])
+            space, graph = arrays([self.zeros(size) for size in scratch]), None
+            if self.route is not None:
+                floor = FLOOR if self.config.blocks else 0.0
+                values = np.zeros(self.route.scratch, dtype)
+                graph = kernels.layers.Graph(self.route.nodes, np.array([self.route.eps, floor], dtype), values)
             slots = [np.zeros(2 * self.segment, np.int64)] if back else []
-            run(lo, hi, rule, *rows, *own, *slots, *functions)
+            run(lo, hi, rule, graph, *rows, *space, *slots, *functions)
 
-        share_out(work, self.count, self.count * self.length * self.cells)
+        # A cell of layers takes some four times as long as one of a matrix.
+        share_out(work, self.count, self.count * self.length * self.cells * (1 if self.route is None else 4))
+
+    def rule(self, kernels: types.ModuleType) -> Any:
+        """The numbers that steer a walk."""
+        config, lr, retention = self.config, self.tokens.lr, self.config.retention
+        return kernels.Rule(
+            lr.shape[2] if lr.dim() == 3 else 1, self.length, self.height, self.width, self.values, self.channels,
+            self.cells, self.row, self.record, self.segment, int(self.by_channel), int(retention.uses_retain),
+            int(config.decay_order == "before_gradient"), int(config.read == "before"), self.moving, int(self.linked),
+            int(self.gains), int(self.parts.plain), int(retention.centring), int(self.anchored),
+        )  # fmt: skip
 
 
-def walked(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+def walked(
+    config: MemoryConfig, inputs: Tensors, keeps: bool, route_of: RouteOf | None = None
+) -> tuple[Tensors, Tensors]:
     """Outputs and final states; and the record for `walked_vjp` if asked for."""
-    call = Walk(config, inputs)
+    call = Walk(config, inputs, route_of)
     *shape, v = call.tokens.v.shape
-    new, height, width = call.memory.new_empty, call.height, call.width
-    states = call.copies([call.memory, *call.slots])
-    y = new(*shape, height)
-    segments = -(-call.length // call.segment) if keeps else 0
-    kept = [new(call.count * segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
-    scratch = [(5 + max(call.moving, 1)) * call.cells + call.spare, 3 * height + 2 * width + 2]
-    call.launch("forward", (*states, y, *kept), scratch)
+    height, width = call.height, call.width
+    states = call.copies(call.states)
+    y = call.new(*shape, height)
+    segments = call.count * -(-call.length // call.segment) if keeps else 0
+    kept = [call.new(segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
+    scratch = [(5 + max(call.moving, 1)) * call.cells + call.spare, call.record + height + 2 * width]
+    call.launch(False, (*states, y, *kept), scratch)
     return (y[..., :v], *call.cut(states)), tuple(kept)
 
 
-def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+def walked_vjp(
+    config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor],
+    route_of: RouteOf | None = None,
+) -> Tensors:  # fmt: skip
     """Cotangents of all inputs."""
-    call = Walk(config, inputs)
+    call = Walk(config, inputs, route_of)
     tokens, height, width, cells = call.tokens, call.height, call.width, call.cells
     gy, *finals = cotangents
     states = call.copies(finals)
     (*shape, v), p = tokens.v.shape, call.channels
-    zeros = call.memory.new_zeros
-    initial = zeros(states[0].shape if tokens.reset is not None else 0)
+    initial, zeros = call.zeros(states[0].shape if call.starts else 0), call.zeros
     gk, gq, gv = zeros(*shape, width), zeros(*shape, width), zeros(*shape, height)
     moves = config.algorithm.uses_momentum
     glr, gmomentum = zeros(*shape), zeros(*shape if moves else [0])
@@ -362,13 +442,13 @@ def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangent
     count = call.segment * (2 if tokens.reset is not None else 1) + 1
     scratch = [
         count * cells, count * cells * call.moving, count * width**2 * call.gains, count * cells * call.linked,
-        7 * cells + call.spare, width**2 * call.gains, 4 * (height + width) + 2 + 2 * call.segment * height,
+        7 * cells + call.spare, width**2 * call.gains, 4 * (height + width) + 2 + call.segment * call.record,
     ]  # fmt: skip
     given = (padded(gy, height), *states, initial, gk, gq, gv, glr, gretain, gmomentum, gw, gvalue)
-    call.launch("backward", (*several(record), *given), scratch)
+    call.launch(True, (*several(record), *given), scratch)
     decays = config.retention.uses_retain
     return (
-        *call.cut(states), initial[:, :v, :p].contiguous() if tokens.reset is not None else None,
+        *call.cut(states), *(call.unpacked(initial) if call.starts else [None] * call.weights),
         gk[..., :p], gq[..., :p], gv[..., :v],
         glr, (gretain[..., :p] if call.by_channel else gretain) if decays else None, gmomentum if moves else None,
         None, None, gw[..., :p] if tokens.phi_w is not None else None,

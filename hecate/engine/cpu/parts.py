@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hecate.engine.cpu import passes
 from hecate.engine.cpu.lanes import sqrt
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, filled, get, helper, inline, load, load_rows, mad, mul, per_vector, put, scores, store,
+    ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, per_vector, put, scores, store,
     store_rows, sums, times, total, zeros,
 )  # fmt: skip
 
@@ -26,11 +27,8 @@ from hecate.engine.cpu.vectors import (
 @helper
 def dots(M, k, y, V, P):
     """y = M k."""
-    for r in range(0, V, ROWS):
-        four = zeros(k)
-        for j in range(0, P, per_vector(k)):
-            four = mad(load_rows(M, r * P + j, P, ONE), load(k, j, ONE), four)
-        put(y, r, sums(four))
+    o = V - V
+    passes.dots(M, o, V, P, k, o, y, o)
 
 
 @helper
@@ -75,12 +73,8 @@ def matrix(M, k, p, V, P, x, c):
 
 
 def matrix_back(M, k, gp, G, gk, V, P, x, c):
-    for r in range(0, V, ROWS):
-        g = get(gp, r)
-        for j in range(0, P, per_vector(k)):
-            o = r * P + j
-            plus(gk, j, total(g, load_rows(M, o, P, ONE)))
-            store_rows(G, o, P, mad(g, load(k, j, ONE), load_rows(G, o, P, ONE)))
+    o = V - V
+    passes.pulled_once(M, o, G, V, P, gp, o, k, o, gk, o)
 
 
 @helper
@@ -340,43 +334,3 @@ def no_link(A, M, V, P, v, p, x, c):
 
 def no_link_back(A, M, G, H, V, P, v, p, x, c):
     """Nothing."""
-
-
-# The commonest step and descent together, in one pass.
-
-
-@helper
-def write_rank_one(X, u, w, lr, rv, rp, O, V, P):
-    """O = r X - lr u w^T."""
-    for r in range(0, V, ROWS):
-        f, kept = times(-lr, get(u, r)), times(rp[0], get(rv, r))
-        for j in range(0, P, per_vector(X)):
-            o = r * P + j
-            store_rows(O, o, P, mad(f, load(w, j, ONE), mul(kept, load_rows(X, o, P, ONE))))
-
-
-@helper
-def write_rank_one_back(X, u, w, lr, rv, rp, G, grv, gu, gw, V, P):
-    """Its reverse: G becomes that of X, gu is written, grv and gw are added to; returns the cotangent of lr."""
-    gl = lr * 0
-    for r in range(0, V, ROWS):
-        four, sums_r = zeros(X), zeros(X)
-        f, kept = times(-lr, get(u, r)), times(rp[0], get(rv, r))
-        for j in range(0, P, per_vector(X)):
-            o = r * P + j
-            g = load_rows(G, o, P, ONE)
-            four = mad(g, load(w, j, ONE), four)
-            sums_r = mad(g, load_rows(X, o, P, ONE), sums_r)
-            plus(gw, j, total(f, g))
-            store_rows(G, o, P, mul(kept, g))
-        d = sums(four)
-        gl -= scores(get(u, r), d)
-        put(gu, r, times(-lr, d))
-        _add_rows(grv, r, sums(sums_r))
-    return gl
-
-
-@inline
-def _add_rows(x, r, u):
-    (x0, x1, x2, x3), (u0, u1, u2, u3) = get(x, r), u
-    put(x, r, (x0 + u0, x1 + u1, x2 + u2, x3 + u3))

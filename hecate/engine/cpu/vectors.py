@@ -27,8 +27,8 @@ ONE = (0,)  # the width of a single vector
 FOUR = ()  # and of one of four numbers alone
 
 
-helper = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True)
-inline = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True, forceinline=True)
+OPTIONS = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": True}
+helper, inline = njit(**OPTIONS), njit(**OPTIONS, forceinline=True)
 
 
 kernel = partial(compiled, no_cfunc_wrapper=True)
@@ -317,9 +317,41 @@ def scores(u, d):
     return u[0] * d[0] + u[1] * d[1] + u[2] * d[2] + u[3] * d[3]
 
 
+@intrinsic
+def out_of_line(_: Any) -> Any:
+    """Keeps the function that says so a call in those that call it: compiled once, not once per caller."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.function.attributes.discard("alwaysinline")  # of a caller that is inlined itself
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@helper
+def copy(source, target):
+    """target = source, as long as the target."""
+    count, wide = target.size, per_vector(target)
+    for o in range(0, count - wide + 1, wide):
+        store(target, o, load(source, o, ONE))
+    for o in range(count - count % wide, count):
+        target[o] = source[o]
+
+
+@helper
+def fill(target, value):
+    """The same number everywhere."""
+    count, wide, row = target.size, per_vector(target), filled(target, value)
+    for o in range(0, count - wide + 1, wide):
+        store(target, o, row)
+    for o in range(count - count % wide, count):
+        target[o] = value
+
+
 @inline
 def first_token(n, heads, T):
-    """Where the tokens of a memory begin in `[B, T, heads]`: they are `heads` apart."""
+    """The first token of a memory in `[B, T, heads]`: its tokens are `heads` apart."""
     return n // heads * heads * T + n % heads
 
 

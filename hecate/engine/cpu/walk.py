@@ -1,9 +1,10 @@
 """The token loop of one memory after the other, state in cache, made of parts that it is given. [ENG-NUM-D8]
 
 What a kernel is given beside its tensors: `rule`, whole numbers (see `Rule`), and the parts, compiled apart and called
-by their address: `do`, each with its numbers, and `undo`. Of the tokens (`given`) `keys` are what predicts, `written`
+by their address: `do`, each with its numbers, and `undo`. Of the tokens (`given`) `keys` are what predicts, `others`
 what is written with, the same array where there is no other; an array of size 0 is "not given". Scratch space is each
-worker's own.
+worker's own. The loop is compiled twice: for matrices, and with a `graph` for memories made of linear layers, which
+bring an activation in place of predict, and no descend, step and gain.
 
 Backward, a segment of tokens is run forward once more and its states are kept, one slot a state: token i starts from
 slot marks[i] and leaves slot marks[segment + i]. The cotangent of link(X) gathers in GM until the token that made X is
@@ -14,18 +15,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hecate.engine.cpu.parts import plus, write_rank_one, write_rank_one_back
-from hecate.engine.cpu.vectors import ONE, filled, first_token, helper, inline, load, part, per_vector, store
+from numba import types
+from numba.extending import overload
+
+from hecate.engine.cpu import layers
+from hecate.engine.cpu.passes import added, regained, unwritten, written
+from hecate.engine.cpu.vectors import (
+    OPTIONS, ROWS, copy, fill, first_token, get, helper, inline, part, put, scores, times,
+)  # fmt: skip
 
 
 class Rule(NamedTuple):
     """Whole numbers that steer a kernel; yes is 1.
 
     heads: memories whose tokens lie side by side; length: tokens; height, width: V and P with padding; values,
-    channels: without; segment: tokens between kept states; by_channel: retain per phi channel; decays: a retain gate;
-    ahead: the gradient sees the decayed memory; before: reads come first; moving: slots, the last of which is the
-    direction; linked: the memory is a link's; gains: keys are turned to gains; plain: a step is r X - lr u w^T, r of
-    one number a row, and one pass.
+    channels: without; cells: of a state; row: values of a graph; record: numbers of a token for its reverse; segment:
+    tokens between kept states; by_channel: retain per phi channel; decays: a retain gate; ahead: the gradient sees the
+    decayed memory; before: reads come first; moving: slots, the last of which is the direction; linked: the memory is a
+    link's; gains: keys are turned to gains; plain: a step is r X - lr u w^T, r of one number, and one pass;
+    centred: steps go without the mean of a row; anchored: towards the start.
     """
 
     heads: int
@@ -34,6 +42,9 @@ class Rule(NamedTuple):
     width: int
     values: int
     channels: int
+    cells: int
+    row: int
+    record: int
     segment: int
     by_channel: int
     decays: int
@@ -43,32 +54,8 @@ class Rule(NamedTuple):
     linked: int
     gains: int
     plain: int
-
-
-@helper
-def _copy(source, target):
-    """target = source, as long as the target."""
-    count, wide = target.size, per_vector(target)
-    for o in range(0, count - wide + 1, wide):
-        store(target, o, load(source, o, ONE))
-    for o in range(count - count % wide, count):
-        target[o] = source[o]
-
-
-@helper
-def _clear(target):
-    count, wide = target.size, per_vector(target)
-    for o in range(0, count - wide + 1, wide):
-        store(target, o, filled(target, 0.0))
-    for o in range(count - count % wide, count):
-        target[o] = 0
-
-
-@helper
-def _join(target, source):
-    """target += source, whole vectors."""
-    for o in range(0, target.size, per_vector(target)):
-        plus(target, o, load(source, o, ONE))
+    centred: int
+    anchored: int
 
 
 @inline
@@ -85,42 +72,52 @@ def _spread(rule, given, at, rv, rp):
         for j in range(rule.width):
             rp[j] = retain[at * rule.width + j] if rule.by_channel else retain[at]
     if kept.size > 0:
-        _copy(part(kept, at, rule.height), rv)
+        copy(part(kept, at, rule.height), rv)
+
+
+# What walks do on matrices; `layers` does the same on graphs. do and undo hold addresses: a part is compiled apart, and
+# the loop once for all of them.
 
 
 @inline
-def _weigh(rule, do, X, M, x):
+def _read(rule, graph, do, W, q, y, x):
+    """The prediction y of weights at q."""
+    do[2](W, q, y, rule.height, rule.width, x, do[3])
+
+
+@inline
+def _read_back(rule, graph, do, undo, W, q, gy, GW, gq, x):
+    """Its reverse."""
+    undo[1](W, q, gy, GW, gq, rule.height, rule.width, x, do[3])
+
+
+@inline
+def _weigh(rule, graph, do, X, M, x):
     """Into M the weights of a state."""
-    # do and undo hold addresses: a part is compiled apart, and the loop once for all of them.
     do[8](X, M, rule.height, rule.width, rule.values, rule.channels, x, do[9])
 
 
 @inline
-def _unweigh(rule, do, undo, X, M, GM, G, x):
+def _unweigh(rule, graph, do, undo, X, M, GM, G, x):
     """Hands the cotangent GM of a state's weights to G, that of the state, and clears it."""
     undo[4](X, M, GM, G, rule.height, rule.width, rule.values, rule.channels, x, do[9])
-    _clear(GM)
+    fill(GM, 0.0)
 
 
 @inline
-def _ahead(rule, do, X, zero, rv, rp, Y, YM, x):
-    """The weights of a decayed state Y."""
+def _decay(rule, graph, do, X, I, zero, rv, rp, Y, x):
+    """Into Y the decayed state."""
     do[6](X, zero, rv, rp, Y, rule.height, rule.width, rule.values, rule.channels, x, do[7])
-    # W is what predicts: of the decayed state, or of its link.
-    if rule.linked:
-        _weigh(rule, do, Y, YM, x)
-        return YM
-    return Y
 
 
 @inline
-def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, x):
-    """The state O, D, C2 after X, S, C, the gradient taken at M; the prediction p and its u. The last of D is the
-    direction."""
+def _write(rule, graph, do, given, at, X, M, S, C, I, rv, rp, O, D, C2, record, g, x):
+    """The state O, D, C2 after X, S, C, the gradient taken at M, and a record of the token: its u and prediction. The
+    last of D is the direction."""
     learn, bc, predict, pc, descend, dc, step, sc, _, _, gain, gc = do
-    keys, _, v, lr, _, momentum, _, _, written, _, _ = given
+    keys, _, v, lr, _, momentum, _, _, others, _, _ = given
     V, P = rule.height, rule.width
-    k, w = part(keys, at, P), part(written, at, P)
+    k, w, u, p, o = part(keys, at, P), part(others, at, P), part(record, 0, V), part(record, 1, V), at - at
     # The order of the token loop: predict, learn, the key's gain, descend, step.
     predict(M, k, p, V, P, x, pc)
     learn(p, part(v, at, V), u, rule.values, bc)
@@ -128,30 +125,111 @@ def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, x):
         gain(C, k, g, C2, P, rule.channels, x, gc)
         w = g
     if rule.plain:
-        write_rank_one(X, u, w, lr[at], rv, rp, O, V, P)
+        written(X, None, O, None, part(X, o, o), o, V, P, u, o, w, o, lr[at], rp[0], lr[at])
     else:
         descend(M, S, u, w, lr[at], momentum[at], D, V, P, rule.values, rule.channels, x, dc)
         step(X, part(D, _last(rule), V * P), rv, rp, O, V, P, rule.values, rule.channels, x, sc)
 
 
+@inline
+def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, own, more, GA, record, rows, to, x):
+    """The reverse of `_write`."""
+    keys, _, v, lr, _, momentum, _, _, others, _, _ = given
+    _, bc, _, pc, descend, dc, _, sc, _, _, gain, gc = do
+    learn_back, predict_back, descend_back, step_back, _, gain_back = undo
+    (_, GY, Y, YM, _, zero, D), (rv, rp, g, spare), (G, H, GC, _, _) = more, near, own
+    (gu, gp, grv, gg, grp, out), (gk, gv, gw) = rows, to
+    V, P, p = rule.height, rule.width, rule.channels
+    k, w, u, o = part(keys, at, P), part(others, at, P), part(record, 0, V), at - at
+    if rule.ahead:
+        # The gradient met the decayed state Y, not A: what it sends there goes through the decay below.
+        fill(GY, 0.0)
+        if not rule.linked:
+            GA = GY
+    if rule.gains:
+        # The new matrix is not wanted: it goes where the next token's cotangents are cleared.
+        gain(C, k, g, spare, P, p, x, gc)
+        fill(gg, 0.0)
+        w, gw = g, gg
+    if rule.plain:
+        l, by_w, none = lr[at], part(x, 0, P), part(A, o, o)
+        fill(by_w, 0.0)
+        grv[0], gl = unwritten(G, None, A, None, none, none, o, V, P, u, o, w, o, gu, o, by_w, o, rp[0], l)
+        for r in range(0, V, ROWS):
+            d = get(gu, r)
+            gl -= scores(get(u, r), d)
+            put(gu, r, times(-l, d))
+        out[0] = gl
+        regained(gw, by_w, -l)
+    else:
+        # Without a momentum the direction is not kept, and made once more.
+        if not rule.moving:
+            descend(W, S, u, w, lr[at], momentum[at], D, V, P, rule.values, p, x, dc)
+        GD = part(H, _last(rule), V * P)
+        step_back(A, direction, rv, rp, G, GD, grv, grp, rule.moving, V, P, rule.values, p, x, sc)
+        fill(out, 0.0)
+        descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, rule.values, p, x, dc)
+    if rule.gains:
+        gain_back(C, k, GC, gg, gk, P, p, x, gc)
+    learn_back(part(record, 1, V), part(v, at, V), u, gu, gp, gv, rule.values, bc)
+    predict_back(W, k, gp, GA, gk, V, P, x, pc)
+    if rule.ahead:
+        if rule.linked:
+            unweigh(rule, graph, do, undo, Y, YM, GA, GY, x)
+        step_back(A, zero, rv, rp, GY, D, grv, grp, 0, V, P, rule.values, p, x, sc)
+        added(GY, o, G, o, G.size)
+
+
+def _chosen(matrix, layers):
+    """A function that is compiled as the first where there is no graph, or else as the second."""
+
+    def stub(rule, graph, *rest): ...
+
+    @overload(stub, strict=False, jit_options=OPTIONS | {"forceinline": True})
+    def choose(rule, graph, *rest):
+        return (matrix if isinstance(graph, types.NoneType) else layers).py_func
+
+    return stub
+
+
+read, read_back = _chosen(_read, layers.read), _chosen(_read_back, layers.read_back)
+weigh, unweigh = _chosen(_weigh, layers.weigh), _chosen(_unweigh, layers.unweigh)
+decay, write_token, write_token_back = (
+    _chosen(_decay, layers.decay), _chosen(_write, layers.write), _chosen(_write_back, layers.write_back),
+)  # fmt: skip
+
+
+@inline
+def _ahead(rule, graph, do, X, I, zero, rv, rp, Y, YM, x):
+    """The weights of a decayed state Y."""
+    decay(rule, graph, do, X, I, zero, rv, rp, Y, x)
+    # W is what predicts: of the decayed state, or of its link.
+    if rule.linked:
+        weigh(rule, graph, do, Y, YM, x)
+        return YM
+    return Y
+
+
 def forward(
-    lo, hi, rule, keys, q, v, lr, retain, momentum, write, reset, written, kept, initial, X, S, C, y, keep_X, keep_S,
-    keep_C, states, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
+    lo, hi, rule, graph, keys, q, v, lr, retain, momentum, write, reset, others, kept, initial, X, S, C, y, keep_X,
+    keep_S, keep_C, states, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
 ):  # fmt: skip
     """Outputs y and, in place, the final X, S and C; with keep_X given, the state of every segment's first token."""
     do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
-    given = (keys, q, v, lr, retain, momentum, write, reset, written, kept, initial)
+    given = (keys, q, v, lr, retain, momentum, write, reset, others, kept, initial)
     heads, T, V, P, segment, linked = rule.heads, rule.length, rule.height, rule.width, rule.segment, rule.linked
     # Scratch space is one array, cut up here: a kernel allocates nothing.
-    cells, square, segments = V * P, P * P, (T + segment - 1) // segment
+    cells, square, segments = rule.cells, P * P, (T + segment - 1) // segment
     A, M, zero = part(states, 0, cells), part(states, 1, cells), part(states, 2, cells)
     Y, YM, rest = part(states, 3, cells), part(states, 4, cells), states[5 * cells :]
     D, x = part(rest, 0, max(rule.moving, 1) * cells), rest[max(rule.moving, 1) * cells :]
-    p, u, rv, wide = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), rows[3 * V :]
-    g, rp = part(wide, 0, P), part(wide, 1, P)
-    _fill(rv, rp)
+    record, wide = part(rows, 0, rule.record), rows[rule.record :]
+    g, rp, rv = part(wide, 0, P), part(wide, 1, P), wide[2 * P :]
+    fill(rv, 1.0)
+    fill(rp, 1.0)
     for n in range(lo, hi):
         first, known, own = first_token(n, heads, T), False, part(C, n, square)
+        I = part(initial, n, cells) if rule.anchored else initial[:0]
         _take(rule, X, S, n, A, D)
         for t in range(T):
             at, place = first + t * heads, n * segments + t // segment
@@ -162,74 +240,66 @@ def forward(
                 _restart(rule, initial, n, A, D, own)
             # Once a memory and after restarts; every write leaves the link of its own state.
             if linked and not known:
-                _weigh(rule, do, A, M, x)
+                weigh(rule, graph, do, A, M, x)
                 known = True
             W, writes = M if linked else A, write.size == 0 or write[at]
             if rule.before or not writes:
-                predict(W, part(q, at, P), part(y, at, V), V, P, x, pc)
+                read(rule, graph, do, W, part(q, at, P), part(y, at, V), x)
             if not writes:
                 continue
             _spread(rule, given, at, rv, rp)
             if rule.ahead:
-                W = _ahead(rule, do, A, zero, rv, rp, Y, YM, x)
+                W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
             # In place: every part has read a number before it writes it, and M of a linked state is apart.
-            _write(rule, do, given, at, A, W, D, own, rv, rp, A, D, own, p, u, g, x)
+            write_token(rule, graph, do, given, at, A, W, D, own, I, rv, rp, A, D, own, record, g, x)
             if linked:
-                _weigh(rule, do, A, M, x)
+                weigh(rule, graph, do, A, M, x)
             if not rule.before:
-                predict(M if linked else A, part(q, at, P), part(y, at, V), V, P, x, pc)
+                read(rule, graph, do, M if linked else A, part(q, at, P), part(y, at, V), x)
         _leave(rule, A, D, own, X, S, C, n)
-
-
-@helper
-def _fill(rv, rp):
-    """Retain of a memory without."""
-    for i in range(rv.size):
-        rv[i] = 1
-    for j in range(rp.size):
-        rp[j] = 1
 
 
 @helper
 def _take(rule, X, S, n, A, D):
     """A state out of others."""
-    _copy(part(X, n, A.size), A)
+    copy(part(X, n, A.size), A)
     if rule.moving:
-        _copy(part(S, n, D.size), D)
+        copy(part(S, n, D.size), D)
 
 
 @helper
 def _leave(rule, A, D, own, X, S, C, n):
     """A state, and its gain's matrix, into others."""
-    _copy(A, part(X, n, A.size))
+    copy(A, part(X, n, A.size))
     if rule.moving:
-        _copy(D, part(S, n, D.size))
+        copy(D, part(S, n, D.size))
     if rule.gains:
-        _copy(own, part(C, n, own.size))
+        copy(own, part(C, n, own.size))
 
 
 @helper
 def _restart(rule, initial, n, A, D, own):
     """The state of a memory that starts anew."""
-    _copy(part(initial, n, A.size), A)
+    copy(part(initial, n, A.size), A)
     if rule.moving:
-        _clear(D)
+        fill(D, 0.0)
     if rule.gains:
-        _clear(own)
+        fill(own, 0.0)
 
 
 @helper
-def _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x):
+def _replay(rule, graph, do, given, n, start, end, states, more, near, marks, records, x):
     """The states of a segment, from that in the first slot."""
     _, _, _, _, _, _, write, reset, _, _, initial = given
     states_X, states_S, states_C, states_M = states
-    V, segment, cells, square = rule.height, rule.segment, rule.height * rule.width, rule.width**2
+    segment, cells, square = rule.segment, rule.cells, rule.width**2
     slots = rule.moving * cells
     _, _, Y, YM, _, zero, D = more
     rv, rp, g, spare = near
     s, first = 0, first_token(n, rule.heads, rule.length)
+    I = part(initial, n, cells) if rule.anchored else initial[:0]
     if rule.linked:
-        _weigh(rule, do, part(states_X, 0, cells), part(states_M, 0, cells), x)
+        weigh(rule, graph, do, part(states_X, 0, cells), part(states_M, 0, cells), x)
     for i in range(end - start):
         at = first + (start + i) * rule.heads
         if reset.size > 0 and reset[at]:
@@ -237,7 +307,7 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x
             A = part(states_X, s, cells)
             _restart(rule, initial, n, A, part(states_S, s, slots), part(states_C, s, square))
             if rule.linked:
-                _weigh(rule, do, A, part(states_M, s, cells), x)
+                weigh(rule, graph, do, A, part(states_M, s, cells), x)
         # A masked token leaves the slot it starts from: both marks are the same.
         marks[i] = s
         if write.size == 0 or write[at]:
@@ -251,75 +321,39 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x
             if rule.linked:
                 W = part(states_M, s, cells)
             if rule.ahead:
-                W = _ahead(rule, do, A, zero, rv, rp, Y, YM, x)
-            p, u = part(learnt, 2 * i + 1, V), part(learnt, 2 * i, V)
+                W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
             s += 1
-            _write(rule, do, given, at, A, W, S, C, rv, rp, O, N, C2, p, u, g, x)
+            write_token(
+                rule, graph, do, given, at, A, W, S, C, I, rv, rp, O, N, C2, part(records, i, rule.record), g, x
+            )  # fmt: skip
             if rule.linked:
-                _weigh(rule, do, O, part(states_M, s, cells), x)
+                weigh(rule, graph, do, O, part(states_M, s, cells), x)
         marks[segment + i] = s
 
 
 @inline
-def _unwrite(
-    rule, do, undo, given, at, i, a, b, states, more, near, own, learnt, rows, to, x
-):  # fmt: skip
+def _unwrite(rule, graph, do, undo, given, at, a, b, states, more, near, own, record, rows, to, x):
     """The reverse of a token's write, between its reads."""
-    keys, _, v, lr, _, momentum, _, _, written, _, _ = given
-    _, bc, _, pc, descend, dc, _, sc, _, _, gain, gc = do
-    learn_back, predict_back, descend_back, step_back, _, gain_back = undo
     states_X, states_S, states_C, states_M = states
-    GM, GY, Y, YM, _, zero, D = more
-    rv, rp, g, spare = near
-    G, H, GC = own
-    gu, gp, grv, gg, grp, out = rows
-    gk, gv, gw = to
-    V, P, p, cells, square = rule.height, rule.width, rule.channels, rule.height * rule.width, rule.width**2
-    k, w, A = part(keys, at, P), part(written, at, P), part(states_X, a, cells)
-    S, direction, C = zero, D, spare
+    GM, _, Y, YM, _, zero, D = more
+    (rv, rp, _, spare), (G, _, _, I, _), (_, _, grv, _, grp, _) = near, own, rows
+    cells, square, slots = rule.cells, rule.width**2, rule.moving * rule.cells
+    A, S, direction, C = part(states_X, a, cells), zero, D, spare
     if rule.moving:
-        slots = rule.moving * cells
         S, direction = part(states_S, a, slots), part(part(states_S, b, slots), _last(rule), cells)
+    if rule.gains:
+        C = part(states_C, a, square)
     W, GA = A, G
     # Every read and prediction of this state has been gathered in GM by now.
     if rule.linked:
-        _unweigh(rule, do, undo, part(states_X, b, cells), part(states_M, b, cells), GM, G, x)
+        unweigh(rule, graph, do, undo, part(states_X, b, cells), part(states_M, b, cells), GM, G, x)
         W, GA = part(states_M, a, cells), GM
     _spread(rule, given, at, rv, rp)
     if rule.ahead:
-        W = _ahead(rule, do, A, zero, rv, rp, Y, YM, x)
-        # The gradient met the decayed state Y, not A: what it sends there goes through the decay below.
-        _clear(GY)
-        if not rule.linked:
-            GA = GY
-    if rule.gains:
-        C = part(states_C, a, square)
-        # The new matrix is not wanted: it goes where the next token's cotangents are cleared.
-        gain(C, k, g, spare, P, p, x, gc)
-        _clear(gg)
-        w, gw = g, gg
-    u = part(learnt, 2 * i, V)
-    _clear(grv)
-    _clear(grp)
-    if rule.plain:
-        out[0] = write_rank_one_back(A, u, w, lr[at], rv, rp, G, grv, gu, gw, V, P)
-    else:
-        # Without a momentum the direction is not kept, and made once more.
-        if not rule.moving:
-            descend(W, S, u, w, lr[at], momentum[at], D, V, P, rule.values, p, x, dc)
-        GD = part(H, _last(rule), cells)
-        step_back(A, direction, rv, rp, G, GD, grv, grp, rule.moving, V, P, rule.values, p, x, sc)
-        _clear(out)
-        descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, rule.values, p, x, dc)
-    if rule.gains:
-        gain_back(C, k, GC, gg, gk, P, p, x, gc)
-    learn_back(part(learnt, 2 * i + 1, V), part(v, at, V), u, gu, gp, gv, rule.values, bc)
-    predict_back(W, k, gp, GA, gk, V, P, x, pc)
-    if rule.ahead:
-        if rule.linked:
-            _unweigh(rule, do, undo, Y, YM, GM, GY, x)
-        step_back(A, zero, rv, rp, GY, D, grv, grp, 0, V, P, rule.values, p, x, sc)
-        _join(G, GY)
+        W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
+    fill(grv, 0.0)
+    fill(grp, 0.0)
+    write_token_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, own, more, GA, record, rows, to, x)
 
 
 @helper
@@ -330,7 +364,7 @@ def _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept):
     if gm.size > 0:
         gm[at] = out[1]
     if rule.by_channel:
-        _copy(grp, part(gr, at, P))
+        copy(grp, part(gr, at, P))
     else:  # sums over rows alone, of one number for all columns
         whole = out[0] * 0
         for r in range(V):
@@ -338,32 +372,33 @@ def _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept):
             grv[r] *= rp[0]
         gr[at] = whole
     if gkept.size > 0:
-        _copy(grv, part(gkept, at, V))
+        copy(grv, part(gkept, at, V))
 
 
 @helper
 def _restart_back(rule, g_initial, G, H, own):
     """The cotangents of a memory that starts anew, to those of its start."""
-    _join(g_initial, G)
-    _clear(G)
-    _clear(H)
+    o = rule.heads - rule.heads  # a literal would be compiled for
+    added(G, o, g_initial, o, G.size)
+    fill(G, 0.0)
+    fill(H, 0.0)
     if rule.gains:
-        _clear(own)
+        fill(own, 0.0)
 
 
 def backward(
-    lo, hi, rule, keys, q, v, lr, retain, momentum, write, reset, written, kept, initial, keep_X, keep_S, keep_C, gy,
-    GX, GS, GC, g_initial, gk, gq, gv, glr, gr, gm, gw, gkept, states_X, states_S, states_C, states_M, many, spare,
+    lo, hi, rule, graph, keys, q, v, lr, retain, momentum, write, reset, others, kept, initial, keep_X, keep_S, keep_C,
+    gy, GX, GS, GC, g_initial, gk, gq, gv, glr, gr, gm, gw, gkept, states_X, states_S, states_C, states_M, many, spare,
     rows, marks, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc, learn_back, predict_back,
     descend_back, step_back, link_back, gain_back,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final X, S and C (GX, GS, GC)."""
     do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
     undo = (learn_back, predict_back, descend_back, step_back, link_back, gain_back)
-    given = (keys, q, v, lr, retain, momentum, write, reset, written, kept, initial)
+    given = (keys, q, v, lr, retain, momentum, write, reset, others, kept, initial)
     states = (states_X, states_S, states_C, states_M)
     heads, T, V, P, segment = rule.heads, rule.length, rule.height, rule.width, rule.segment
-    cells, square, segments = V * P, P * P, (T + segment - 1) // segment
+    cells, square, segments = rule.cells, P * P, (T + segment - 1) // segment
     GM, loose = part(many, 0, cells), part(many, 4, cells)
     more = (
         GM, part(many, 1, cells), part(many, 2, cells), part(many, 3, cells), loose, part(many, 5, cells),
@@ -372,42 +407,42 @@ def backward(
     x, wide = many[7 * cells :], rows[4 * V :]
     rv, gu, gp, grv = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), part(rows, 3, V)
     rp, g, gg, grp, rest = part(wide, 0, P), part(wide, 1, P), part(wide, 2, P), part(wide, 3, P), wide[4 * P :]
-    out, learnt, near = part(rest, 0, 2), rest[2:], (rv, rp, g, spare)
-    _fill(rv, rp)
+    out, records, near = part(rest, 0, 2), rest[2:], (rv, rp, g, spare)
+    fill(rv, 1.0)
+    fill(rp, 1.0)
     for n in range(lo, hi):
-        first, G, H, own = first_token(n, heads, T), part(GX, n, cells), loose, part(GC, n, square)
+        first, G, H, GC_n = first_token(n, heads, T), part(GX, n, cells), loose, part(GC, n, square)
+        I, GI = (part(initial, n, cells), part(g_initial, n, cells)) if rule.anchored else (initial[:0], g_initial[:0])
         if rule.moving:
             H = part(GS, n, rule.moving * cells)
-        _clear(GM)
-        GW = GM if rule.linked else G
+        fill(GM, 0.0)
+        GW, weights = (GM, states_M) if rule.linked else (G, states_X)
         for index in range(segments - 1, -1, -1):
             start, end, place = index * segment, min(T, (index + 1) * segment), n * segments + index
             _take(rule, keep_X, keep_S, place, part(states_X, 0, cells), part(states_S, 0, rule.moving * cells))
             if rule.gains:
-                _copy(part(keep_C, place, square), part(states_C, 0, square))
-            _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x)
+                copy(part(keep_C, place, square), part(states_C, 0, square))
+            _replay(rule, graph, do, given, n, start, end, states, more, near, marks, records, x)
             # The reverse of the token loop: read after the write, write, read before it, restart.
             for i in range(end - start - 1, -1, -1):
                 at, a, b = first + (start + i) * heads, marks[i], marks[segment + i]
-                read, writes = (states_M if rule.linked else states_X), write.size == 0 or write[at]
-                own_q, own_gq, own_gy = part(q, at, P), part(gq, at, P), part(gy, at, V)
+                writes, query = write.size == 0 or write[at], part(q, at, P)
+                gquery, gout = part(gq, at, P), part(gy, at, V)
                 if writes:
                     if not rule.before:
-                        predict_back(part(read, b, cells), own_q, own_gy, GW, own_gq, V, P, x, pc)
-                    own_gk = part(gk, at, P)
-                    to = (own_gk, part(gv, at, V), part(gw, at, P) if gw.size > 0 else own_gk)
+                        read_back(rule, graph, do, undo, part(weights, b, cells), query, gout, GW, gquery, x)
+                    key = part(gk, at, P)
+                    to = (key, part(gv, at, V), part(gw, at, P) if gw.size > 0 else key)
                     _unwrite(
-                        rule, do, undo, given, at, i, a, b, states, more, near, (G, H, own), learnt,
-                        (gu, gp, grv, gg, grp, out), to, x,
+                        rule, graph, do, undo, given, at, a, b, states, more, near, (G, H, GC_n, I, GI),
+                        part(records, i, rule.record), (gu, gp, grv, gg, grp, out), to, x,
                     )  # fmt: skip
                     _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept)
                 if rule.before or not writes:
-                    predict_back(part(read, a, cells), own_q, own_gy, GW, own_gq, V, P, x, pc)
+                    read_back(rule, graph, do, undo, part(weights, a, cells), query, gout, GW, gquery, x)
                 if reset.size > 0 and reset[at]:
                     if rule.linked:
-                        A = part(states_X, a, cells)
-                        _unweigh(rule, do, undo, A, part(states_M, a, cells), GM, G, x)
-                    _restart_back(rule, part(g_initial, n, cells), G, H, own)
+                        unweigh(rule, graph, do, undo, part(states_X, a, cells), part(states_M, a, cells), GM, G, x)
+                    _restart_back(rule, part(g_initial, n, cells), G, H, GC_n)
             if rule.linked:
-                A = part(states_X, 0, cells)
-                _unweigh(rule, do, undo, A, part(states_M, 0, cells), GM, G, x)
+                unweigh(rule, graph, do, undo, part(states_X, 0, cells), part(states_M, 0, cells), GM, G, x)

@@ -15,24 +15,9 @@ key, step key, query, retain, query by momentum. [ENG-NUM-D1]
 from __future__ import annotations
 
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, filled, first_token, get, helper, inline, kernel, learned, load, load_rows, mad, mul,
-    per_vector, put, scores, store, store_rows, sums, times, total, zeros,
+    ONE, ROWS, add, copy, fill, filled, first_token, get, helper, inline, kernel, learned, load, load_rows, mad, mul,
+    part, per_vector, put, scores, store, store_rows, sums, times, total, zeros,
 )  # fmt: skip
-
-
-@helper
-def _copy(source, at, target, to, size):
-    """target[to:] = source[at:]."""
-    for j in range(0, size, per_vector(source)):
-        store(target, to + j, load(source, at + j, ONE))
-
-
-@helper
-def _fill(target, to, size, value):
-    """target[to:] = value."""
-    wide = filled(target, value)
-    for j in range(0, size, per_vector(target)):
-        store(target, to + j, wide)
 
 
 @inline
@@ -55,15 +40,15 @@ def _gates(shared, k, ko, retain, at, P, channels, order):
     """Into the shared rows: retain per channel, and the key that predicts, decayed if the gradient sees it."""
     if retain is not None:
         if channels:
-            _copy(retain, at * P, shared, 0, P)
+            copy(part(retain, at, P), part(shared, 0, P))
         else:
-            _fill(shared, 0, P, retain[at])
+            fill(part(shared, 0, P), retain[at])
     # The gradient sees r M: its prediction is M (r k).
     if order:
         for j in range(0, P, per_vector(k)):
             store(shared, P + j, mul(load(shared, j, ONE), load(k, ko + j, ONE)))
     else:
-        _copy(k, ko, shared, P, P)
+        copy(part(k, at, P), part(shared, 1, P))
 
 
 @inline
@@ -94,7 +79,7 @@ def forward(
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     size, records, segments = V * P, preds.size > 0, (T + segment - 1) // segment
-    _fill(shared, 0, P, 1.0)
+    fill(part(shared, 0, P), 1.0)
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
         for t in range(T):
@@ -102,14 +87,14 @@ def forward(
             ko, vo, l, m = at * P, at * V, lr[at], momentum[at]
             # What the backward goes through a segment again from.
             if records and t % segment == 0:
-                place = (n * segments + t // segment) * size
-                _copy(M, base, kept, place, size)
+                place = n * segments + t // segment
+                copy(part(M, n, size), part(kept, place, size))
                 if S is not None:
-                    _copy(S, base, kept_S, place, size)
+                    copy(part(S, n, size), part(kept_S, place, size))
             if reset.size > 0 and reset[at]:
-                _copy(initial, base, M, base, size)
+                copy(part(initial, n, size), part(M, n, size))
                 if S is not None:
-                    _fill(S, base, size, 0.0)
+                    fill(part(S, n, size), 0.0)
             if write.size > 0 and not write[at]:
                 for c in range(0, V, ROWS):
                     put(y, vo + c, _products(M, base + c * P, q, ko, P))
@@ -146,9 +131,9 @@ def _replay(
         # A restart goes on from the initial weights, kept behind the segment's states.
         o = (segment + 1) * size if reset.size > 0 and reset[at] else to - size
         if write.size > 0 and not write[at]:
-            _copy(states, o, states, to, size)
+            copy(states[o:], states[to : to + size])
             if states_S is not None:
-                _copy(states_S, o, states_S, to, size)
+                copy(states_S[o:], states_S[to : to + size])
             continue
         ko, l, m = at * P, lr[at], momentum[at]
         _gates(shared, k, ko, retain, at, P, channels, order)
@@ -234,11 +219,11 @@ def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, seen, share
 
 
 @kernel
-def _keep_initial(initial, base, states, states_S, last, size):
+def _keep_initial(initial, n, states, states_S, slot, size):
     """The initial M, and S = 0, behind the states of a segment, where restarted tokens look."""
-    _copy(initial, base, states, last, size)
+    copy(part(initial, n, size), part(states, slot, size))
     if states_S is not None:
-        _fill(states_S, last, size, 0.0)
+        fill(part(states_S, slot, size), 0.0)
 
 
 @kernel
@@ -246,9 +231,9 @@ def _to_initial(G, H, g_initial, base, size):
     """Hands the cotangent of a state before a restart to the initial weights."""
     for j in range(base, base + size, per_vector(G)):
         store(g_initial, j, add(load(g_initial, j, ONE), load(G, j, ONE)))
-    _fill(G, base, size, 0.0)
+    fill(G[base : base + size], 0.0)
     if H is not None:
-        _fill(H, base, size, 0.0)
+        fill(H[base : base + size], 0.0)
 
 
 @kernel
@@ -258,17 +243,17 @@ def backward(
     before, shared, learnt, states, states_S,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final M and S (G, H)."""
-    size, segments, last = V * P, (T + segment - 1) // segment, (segment + 1) * V * P
-    _fill(shared, 0, P, 1.0)
+    size, segments = V * P, (T + segment - 1) // segment
+    fill(part(shared, 0, P), 1.0)
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
         if reset.size > 0:
-            _keep_initial(initial, base, states, states_S, last, size)
+            _keep_initial(initial, n, states, states_S, segment + 1, size)
         for index in range(segments - 1, -1, -1):
             start, end = index * segment, min(T, (index + 1) * segment)
-            _copy(kept, (n * segments + index) * size, states, 0, size)
+            copy(part(kept, n * segments + index, size), part(states, 0, size))
             if H is not None:
-                _copy(kept_S, (n * segments + index) * size, states_S, 0, size)
+                copy(part(kept_S, n * segments + index, size), part(states_S, 0, size))
             _replay(
                 first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds,
                 states, states_S, segment, errs, channels, order, shared, learnt,
@@ -282,7 +267,7 @@ def backward(
                     _gates(shared, k, ko, retain, at, P, channels, order)
                     _learn(errs, preds, v, vo, V, learnt)
                 # Rows 2 to 6 of `shared` gather sums over all rows of the state.
-                _fill(shared, 2 * P, 5 * P, 0.0)
+                fill(shared[2 * P : 7 * P], 0.0)
                 sm, sl, sw = filled(k, 0.0), l - l, l - l
                 for c in range(0, V, ROWS):
                     r, g = c * P, get(gy, vo + c)
@@ -303,6 +288,6 @@ def backward(
                     if not channels:
                         gr[at] = kept_share
                 else:
-                    _copy(shared, 4 * P, gq, ko, P)
+                    copy(part(shared, 4, P), part(gq, at, P))
                 if resets:
                     _to_initial(G, H, g_initial, base, size)
