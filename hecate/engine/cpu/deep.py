@@ -145,11 +145,8 @@ class Route:
     """
 
     def __init__(self, graph: Graph, shapes: tuple[tuple[int, ...], ...], inputs: int, per: int) -> None:
-        self.act, self.eps, places = (
-            printed_part(activation_nodes(_activation(graph))),
-            0.0,
-            layout_of(shapes, per).places,
-        )
+        self.act, self.eps = printed_part(activation_nodes(_activation(graph))), 0.0
+        places = layout_of(shapes, per).places
         at, ats, sizes = whole(inputs, per), [0], [inputs]
         rows: list[list[int]] = []
         for node in graph.nodes:
