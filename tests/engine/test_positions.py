@@ -105,28 +105,6 @@ def test_packed_documents_start_at_zero(name):
     assert state.seen.tolist() == [2]
 
 
-@pytest.mark.spec("ENG-POS-I2")
-def test_masked_tokens_do_not_count():
-    config, (q, k, v, lr) = config_of(), drawn()
-    kept = [0, 1, 4, 5, 8]
-    write = torch.zeros(B, T, dtype=torch.bool)
-    write[:, kept] = True
-    k = torch.where(write[..., None, None], k, torch.nan)
-    y, state = memory_scan(config, q, k, v, Gates(lr), write_mask=write)
-    part = (item[:, kept] for item in (q, k, v))
-    expected, short = memory_scan(config, *part, Gates(lr[:, kept]))
-    close(y[:, kept], expected, 1e-12, "y")
-    assert torch.equal(state.seen, short.seen)
-    # A masked token is read where the next one would be written.
-    shown, _ = memory_scan(config, q, k.nan_to_num(), v, Gates(lr), write_mask=write)
-    fourth = torch.cat([k[:, [0, 1]], q[:, 2:3]], 1)
-    alone, _ = memory_scan(
-        config, torch.cat([q[:, :2], q[:, 2:3]], 1), fourth, v[:, :3], Gates(lr[:, :3] * 1.0),
-        write_mask=write[:, :3],
-    )  # fmt: skip
-    close(shown[:, 2], alone[:, 2], 1e-12, "masked read")
-
-
 @pytest.mark.spec("ENG-POS-D1")
 def test_a_token_left_out_as_non_finite_counts():
     config, (q, k, v, lr) = config_of(on_nonfinite="skip"), drawn()

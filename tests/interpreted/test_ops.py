@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.bias import Bias
 from hecate.engine.triton import kernel, ops
-from tests.engine.test_printed import LossAlone, Sorted
+from tests.engine.own_biases import LossAlone, Sorted
 
 RULES: dict[str, dict[str, Any]] = {
     "own bias": {"bias": LossAlone(scale=0.7), "key_norm": "l2"},
