@@ -21,25 +21,7 @@ from tests.formula.draws import drawn
 from tests.registries import shipped_kinds
 
 SPECIAL = [0.0, -0.0, 0.3, -0.3, 1.0, -1.0, 1.0001, 7.0, 1e-8, 1e30, -1e30, 1e300, math.inf, -math.inf, math.nan]
-IEEE = {
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "neg",
-    "abs",
-    "sqrt",
-    "where",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-    "and",
-    "or",
-    "top",
-}
+IEEE = set("add sub mul div neg abs sqrt where lt le gt ge eq ne and or top".split())
 SHIPPED = shipped_kinds(Bias)
 WORDS = {"target": ["softmax", "distribution"]}
 
