@@ -90,7 +90,7 @@ def test_equals_the_token_loop(engine, fields, masks):
 CHUNKS = {**LINEAR, **MIXED, "mixed huber": {**omega(inner="newton_schulz"), "bias": "huber"}}
 
 
-@pytest.mark.spec("ENG-WIN-I1", "ENG-WIN-D3", "ENG-WIN-D4", "ENG-WIN-V3")
+@pytest.mark.spec("ENG-WIN-I1", "ENG-WIN-D3", "ENG-WIN-D4", "ENG-WIN-V3", "ALG-OMEGA-D2")
 @pytest.mark.parametrize("masks", [False, True], ids=["", "masks"])
 @pytest.mark.parametrize("commit", ["token", "chunk"])
 @pytest.mark.parametrize("name", CHUNKS)
