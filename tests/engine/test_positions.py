@@ -91,6 +91,18 @@ def test_any_split(name, cuts, write, reset):
     assert torch.equal(state.seen, last.seen)
 
 
+@pytest.mark.spec("ENG-POS-I1")
+def test_token_by_token():
+    config, (q, k, v, lr) = config_of(), drawn()
+    expected, last = memory_scan(config, q, k, v, Gates(lr))
+    state = None
+    for t in range(T):
+        one = (item[:, t] for item in (q, k, v))
+        y, state = memory_step(config, *one, Gates(lr[:, t]), state=state)
+        close(y, expected[:, t], 1e-12, f"token {t}")
+    assert state.seen.tolist() == last.seen.tolist() == [T] * B
+
+
 @pytest.mark.spec("ENG-POS-I2")
 @pytest.mark.parametrize("name", RULES)
 def test_packed_documents_start_at_zero(name):

@@ -23,12 +23,14 @@ CONFIGS = {
 }
 OMEGA = {"algorithm": {"kind": "omega", "lr": 0.3, "window": 3, "decay": 0.9}, "retention": "decay"}
 FIRST = {"retention": "decay", "decay_order": "before_gradient"}
+CUBIC = {"kind": "newton_schulz", "polynomial": "cubic", "steps": 3}
 IN_CHUNKS = {
     "frozen, decayed first": ("chunk", {**FIRST, "chunk": 3}),
     "committed, decayed first": ("chunk", {**FIRST, "chunk": 3, "commit": "chunk"}),
     "window": ("window", {**OMEGA, "feature_map": {"kind": "polynomial", "degree": 2}, "key_norm": "l2"}),
     "window, one step a chunk": ("window", {**OMEGA, "chunk": 3, "commit": "chunk"}),
-    "newton_schulz": ("window", {**FIRST, "algorithm": {"kind": "newton_schulz", "polynomial": "cubic", "steps": 3}}),
+    "newton_schulz": ("window", {**FIRST, "algorithm": CUBIC}),
+    "newton_schulz, frozen": ("window", {**FIRST, "algorithm": CUBIC, "chunk": 3}),
     "deep momentum": ("factored", {"algorithm": {"kind": "deep_momentum", "width": 3}, "retention": "decay"}),
 }
 PAIRS = ways(CONFIGS)
