@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, MemoryState, memory_scan
+from hecate.engine import Engine
 from hecate.errors import ConfigError
 from tests.reference import memory as reference
 
@@ -91,10 +94,12 @@ def case_of(
     rates: bool = False,
     masks: bool = False,
     ends: float = 0.0,
+    more: Sequence[str] = (),
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Case:
-    """Random inputs; `rates` makes lr one for each weight, `ends` is the share of gates that are exactly 0 or 1."""
+    """Random inputs; `rates` makes lr one for each weight, `ends` is the share of gates that are exactly 0 or 1, `more`
+    names gates of channels beside lr, retain and momentum."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -112,14 +117,17 @@ def case_of(
         name: normal(heads, *shape) / shape[-1] ** 0.5 for name, shape in config.structure.shapes(d_phi, width).items()
     }
     wide = (*lead, d_phi) if channels else lead
+    several = (batch, length, config.writes, heads) if config.writes > 1 else lead
     # A deep memory's curvature grows with its weights: steps that a matrix bears blow it up.
     top = 0.5 if config.structure.linear else 0.1
     gates = Gates(
-        gate(0.1 * top, top, *lead, *((len(initial),) if rates else ())),
+        gate(0.1 * top, top, *several, *((len(initial),) if rates else ())),
         gate(0.5, 1.0, *wide) if config.retention.uses_retain else None,
         gate(0.1, 0.9, *lead) if config.algorithm.uses_momentum else None,
     )
-    q, k, v = normal(*lead, d), normal(*lead, d) / d**0.5, normal(*lead, width)
+    q, k, v = normal(*lead, d), normal(*several, d) / d**0.5, normal(*several, width)
+    shapes = {"erase": (*several, d_phi), "write": (*several, d_phi), "retain_value": (*lead, width)}
+    gates = gates._replace(**{name: gate(0.5, 1.0, *shapes[name]) for name in more})
     masked = [torch.rand(batch, length, generator=generator) < share if masks else None for share in (0.7, 0.2)]
     return Case(config, q, k, v, gates, initial, *masked)
 
@@ -212,6 +220,14 @@ def same_state(got: MemoryState, expected: MemoryState, rtol: float) -> None:
     assert mine.keys() == theirs.keys()
     for name, item in mine.items():
         close(item, theirs[name], rtol, name)
+
+
+def ways(
+    configs: dict[str, dict[str, Any]], engines: Sequence[str] = ("sequential", "parallel")
+) -> list[tuple[str, str]]:
+    """Every configuration by name with every engine that runs it."""
+    pairs = product(configs, engines)
+    return [(name, own) for name, own in pairs if Engine.registry[own].refuses(config_of(**configs[name])) is None]
 
 
 def possible(fields: dict[str, Any]) -> MemoryConfig | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 
-from hecate import Gates, MemoryConfig, memory_scan, phi
+from hecate import MemoryConfig, phi
 from hecate.algorithm import DeepMomentum, NewtonSchulz, Omega
 from hecate.engine import Plan, choose, verdicts
 from hecate.engine.window import blocks, chunks
@@ -92,7 +90,7 @@ def test_equals_the_token_loop(engine, fields, masks):
 CHUNKS = {**LINEAR, **MIXED, "mixed huber": {**omega(inner="newton_schulz"), "bias": "huber"}}
 
 
-@pytest.mark.spec("ENG-WIN-I1", "ENG-WIN-D3", "ENG-WIN-D4", "ENG-WIN-V3")
+@pytest.mark.spec("ENG-WIN-I1", "ENG-WIN-D3", "ENG-WIN-D4", "ENG-WIN-V3", "ALG-OMEGA-D2")
 @pytest.mark.parametrize("masks", [False, True], ids=["", "masks"])
 @pytest.mark.parametrize("commit", ["token", "chunk"])
 @pytest.mark.parametrize("name", CHUNKS)
@@ -101,94 +99,6 @@ def test_chunks_equal_the_token_loop(name, commit, masks):
     case = case_of(config_of(**CHUNKS[name], chunk=6, commit=commit), batch=1, length=13, masks=masks, seed=3)
     rtol = 1e-8 if name in ("atlas", "mixed huber") else 1e-10
     in_pieces(case, [2, 7], engine="window").equals(whole(case, engine="sequential"), rtol)
-
-
-CHUNKED = {"chunk": 3, "commit": "chunk"}
-
-
-@pytest.mark.spec("ENG-WIN-I1")
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *(LINEAR["omeganet"], MIXED["decayed first"], FACTORED["l2"]),
-        *({**LINEAR["omeganet"], **CHUNKED}, {**MIXED["decayed first"], "chunk": 3}),
-    ],
-)
-def test_second_derivatives(fields):
-    case = case_of(config_of(**fields), batch=1, heads=1, length=5, d=2)
-    engine = "factored" if fields is FACTORED["l2"] else "window"
-
-    def second(engine: str) -> list[torch.Tensor]:
-        own = case.fresh()
-        y, _ = own.scan(engine=engine)
-        grads = torch.autograd.grad(y.square().sum(), own.leaves, create_graph=True)
-        return list(torch.autograd.grad(sum(g.square().sum() for g in grads), own.leaves))
-
-    for mine, true in zip(second(engine), second("sequential"), strict=True):
-        torch.testing.assert_close(mine, true, rtol=1e-8, atol=1e-8)
-
-
-# Against the equations in numpy, with all tensor powers as features.
-
-
-def full_powers(x: np.ndarray) -> np.ndarray:
-    """Every product of up to two components: the kernel of exp's series, in another layout than the library's."""
-    pairs = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1) / math.sqrt(2)
-    features = np.concatenate([np.ones((*x.shape[:-1], 1)), x, pairs], -1)
-    return features / np.linalg.norm(features, axis=-1, keepdims=True)
-
-
-def orthogonal(s: np.ndarray) -> np.ndarray:
-    u, values, v = np.linalg.svd(s, full_matrices=False)
-    values = values / np.linalg.norm(values)
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    return u @ np.diag(values) @ v
-
-
-def atlas(q, k, v, lr, retain, momentum, weights, chunk=1, once=False) -> np.ndarray:
-    """momentum=None: OmegaNet. In chunks errors are those at the chunk's start; `once` the step is taken at its end."""
-    q, k, outputs = full_powers(q), full_powers(k), []
-    memory = slot = total = np.zeros((v.shape[-1], k.shape[-1]))
-    for t in range(len(k)):
-        if t % chunk == 0:
-            start, kept = memory, 1.0
-        gradient = 0.0
-        for age, weight in enumerate(weights[: t + 1]):
-            error = start @ k[t - age] - v[t - age]
-            gradient = gradient + weight * np.outer(error, k[t - age])
-        kept, total, rate, left = kept * retain[t], total + lr[t] * gradient, lr[t], retain[t]
-        if once and (t + 1) % chunk:
-            outputs.append(memory @ q[t])
-            continue
-        if once:
-            gradient, rate, left, total = total, 1.0, kept, 0.0
-        if momentum is None:
-            step = gradient
-        else:
-            slot = momentum[t] * slot + gradient
-            step = orthogonal(slot)
-        memory = left * memory - rate * step
-        outputs.append(memory @ q[t])
-    return np.stack(outputs)
-
-
-@pytest.mark.spec("ENG-WIN-D1", "ENG-WIN-D2", "ENG-WIN-D3", "ENG-WIN-D4", "ALG-OMEGA-D2")
-@pytest.mark.parametrize("engine", ["window", "sequential"])
-@pytest.mark.parametrize(("chunk", "commit"), [(1, "token"), (4, "token"), (4, "chunk")])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_against_the_equations(mixed, chunk, commit, engine):
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(11, n)) for n in (4, 4, 3))
-    lr, retain, momentum = rng.uniform(0.1, 0.3, 11), rng.uniform(0.7, 1, 11), rng.uniform(0.3, 0.9, 11)
-    config = config_of(**(MIXED["atlas"] if mixed else LINEAR["omeganet"]), chunk=chunk, commit=commit)
-    given = [torch.tensor(x)[None, :, None] for x in (q, k, v)]
-    gates = Gates(*(torch.tensor(g)[None, :, None] for g in (lr, retain)))
-    if mixed:
-        gates = gates._replace(momentum=torch.tensor(momentum)[None, :, None])
-    y, _ = memory_scan(config, *given, gates, engine=engine)
-    true = atlas(q, k, v, lr, retain, momentum if mixed else None, [1, 0.9, 0.81], chunk, commit == "chunk")
-    assert np.linalg.norm(y[0, :, 0].numpy() - true) < 1e-9 * np.linalg.norm(true)
 
 
 # What algorithms and maps tell of themselves.

@@ -7,13 +7,13 @@ import torch
 
 from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan, memory_step
 from hecate.nn import Memory
-from tests.engine.test_finite import runs, spoiled
+from tests.engine.test_finite import RUNS, spoiled
 
 
 @pytest.mark.spec("ENG-FINITE-V1")
 @pytest.mark.parametrize("junk", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("autodiff", ["tape", "torch"])
-@pytest.mark.parametrize(("name", "engine"), runs())
+@pytest.mark.parametrize(("name", "engine"), RUNS)
 def test_an_infinite_cotangent_is_named(name, engine, autodiff, junk):
     case = spoiled(name, []).fresh()
     y, state = case.scan(engine=engine, autodiff=autodiff, name="level 1")

@@ -6,27 +6,22 @@ import pytest
 import torch
 
 from hecate import Gates, MemoryConfig, NonFiniteError, late, memory_scan, memory_step
-from hecate.engine import Engine, nonfinite
+from hecate.engine import nonfinite
 from hecate.errors import ConfigError
 from hecate.tape import bridge
-from tests.memories import DEEP, case_of, close, config_of, flat_state
+from tests.memories import DEEP, case_of, close, config_of, flat_state, ways
 
 CONFIGS = {
     "delta": {},
     "titans": {"retention": "decay", "algorithm": "momentum"},
     "linear attention": {"bias": "dot", "feature_map": "elu", "normalizer": "sum"},
     "chunk": {"chunk": 3, "commit": "chunk"},
+    "frozen, decayed first": {"chunk": 3, "retention": "decay", "decay_order": "before_gradient"},
     "deep": {"structure": DEEP},
 }
 
 
-def runs() -> list[tuple[str, str]]:
-    return [
-        (name, engine)
-        for name, fields in CONFIGS.items()
-        for engine in ("sequential", "parallel")
-        if engine == "sequential" or Engine.registry["parallel"].refuses(config_of(**fields)) is None
-    ]
+RUNS = ways(CONFIGS)
 
 
 def spoiled(name: str, where: list[tuple[int, int, int, str, float]], policy: str = "raise"):
@@ -42,7 +37,7 @@ def spoiled(name: str, where: list[tuple[int, int, int, str, float]], policy: st
 @pytest.mark.spec("ENG-FINITE-D1")
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
 @pytest.mark.parametrize("field", ["k", "v", "lr"])
-@pytest.mark.parametrize(("name", "engine"), runs())
+@pytest.mark.parametrize(("name", "engine"), RUNS)
 def test_raise_names_the_memory_row_head_and_token(name, engine, field, junk):
     for row, token, head in ((0, 0, 0), (2, 4, 1), (1, 8, 0)):
         later = [(0, min(token + 1, 8), 1, "v", torch.nan)] if token < 8 else []
@@ -85,7 +80,7 @@ def test_a_query_that_overflows_is_told_apart_and_placed():
 
 
 @pytest.mark.spec("ENG-FINITE-D1")
-@pytest.mark.parametrize(("name", "engine"), runs())
+@pytest.mark.parametrize(("name", "engine"), RUNS)
 @pytest.mark.parametrize("first", ["output", "memory", "both"])
 def test_the_earlier_of_a_broken_output_and_a_broken_memory_is_named(name, engine, first):
     """Blocks spoil outputs ahead of the token that breaks them: those are not named."""
@@ -111,9 +106,9 @@ def test_an_output_that_overflows_in_its_own_dtype_alone_is_placed():
             memory_scan(config, x, x / x, x, engine=engine)
 
 
-@pytest.mark.spec("ENG-FINITE-D2")
+@pytest.mark.spec("ENG-FINITE-D2", "ENG-CHUNK-D4")
 @pytest.mark.parametrize("autodiff", ["tape", "torch"])
-@pytest.mark.parametrize(("name", "engine"), runs())
+@pytest.mark.parametrize(("name", "engine"), [*RUNS, ("chunk", "chunk"), ("frozen, decayed first", "chunk")])
 def test_skip_leaves_exactly_that_token_unwritten(name, engine, autodiff):
     junk = [(0, 3, 0, "v", torch.nan), (1, 5, 0, "k", torch.inf), (1, 5, 1, "k", torch.nan)]
     junk += [(2, 0, 1, "lr", torch.inf), (2, 8, 0, "v", -torch.inf)]

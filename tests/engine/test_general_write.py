@@ -3,7 +3,6 @@ the engines against each other."""
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hecate.engine.naive import naive
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import TokenGates
 from tests.memories import close
-from tests.reference.general_write import general_write
 
 T, P, V = 21, 4, 3
 DOUBLE = torch.float64
@@ -55,71 +53,6 @@ def scanned(
     tokens = (batched(given[name], writes, name != "q") for name in ("q", "k", "v"))
     y, state = memory_scan(config, *tokens, Gates(**own), initial={"weight": given["initial"][None]}, **how)
     return y[0, :, 0], state.memory["weight"][0, 0]
-
-
-CELLS = [
-    (writes, order, read, names)
-    for writes, order, read in product((1, 3), ("before_gradient", "with_step"), ("after", "before"))
-    for names in (("erase",), ("write", "retain"), ("erase", "write", "retain", "retain_value"))
-]
-
-
-@pytest.mark.spec("RULE-GATES-D1", "ENG-WRITES-D1", "ENG-PAR-D5")
-@pytest.mark.parametrize(
-    ("writes", "order", "read", "names"), CELLS, ids=lambda x: "-".join(x) if type(x) is tuple else str(x)
-)
-def test_against_the_numpy_loop(writes, order, read, names):
-    config = MemoryConfig(retention="decay", decay_order=order, read=read, writes=writes)
-    given, ones = draw(writes), torch.ones(T, 1, dtype=DOUBLE)
-    factors = {name: given[name].numpy() for name in names if name != "retain"}
-    factors["retain"] = given["retain"].numpy() if "retain" in names else config.retention.default_retain * ones.numpy()
-    true = general_write(
-        *(given[name].numpy() for name in ("q", "k", "v", "lr")), decay_order=order, read=read,
-        initial=given["initial"].numpy(), **factors,
-    )  # fmt: skip
-    shared = "retain_value" not in names or order == "before_gradient"
-    for engine in ("sequential", *(["parallel"] if shared else [])):
-        for mine, other in zip(scanned(config, given, names, engine=engine), true, strict=True):
-            close(mine, torch.from_numpy(other), 1e-13, engine)
-    if not shared:
-        with pytest.raises(ConfigError, match="a system of its own"):
-            scanned(config, given, names, engine="parallel")
-
-
-@pytest.mark.parametrize(
-    ("fields", "names", "masked"),
-    [
-        ({"decay_order": "before_gradient", "writes": 2}, ("erase", "write", "retain"), True),
-        ({"decay_order": "with_step"}, ("erase", "write", "retain"), True),
-        ({"decay_order": "before_gradient"}, ("erase", "write", "retain", "retain_value"), True),
-        ({"bias": "dot", "read": "before"}, ("write", "retain_value"), False),
-        ({"bias": "huber", "algorithm": "momentum"}, ("erase", "write", "momentum"), True),
-        ({"structure": "vector", "algorithm": "momentum"}, ("erase", "write"), False),
-        ({"normalizer": "max"}, ("write",), True),
-    ],
-    ids=lambda x: "-".join(map(str, x.values() if type(x) is dict else x)) if not isinstance(x, bool) else "",
-)
-def test_gradients_by_tape_autograd_and_blocks(fields, names, masked):
-    config = MemoryConfig(retention="decay", state_dtype="float64", **fields)
-    given = draw(config.writes)
-    if config.structure.diagonal:
-        given |= {"v": given["v"].new_ones(T, 1, P), "initial": given["initial"][0]}
-    leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "lr", "initial", *names)]
-    mask = torch.rand(2, 1, T, generator=torch.Generator().manual_seed(3))
-    masks = {"write_mask": mask[0] > 0.2, "reset_mask": mask[1] > 0.85} if masked else {}
-    found = []
-    for engine, autodiff in (
-        ("sequential", "tape"),
-        ("sequential", "torch"),
-        ("parallel", "torch"),
-        ("parallel", "tape"),
-    ):
-        y, memory = scanned(config, given, names, engine=engine, autodiff=autodiff, **masks)
-        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=DOUBLE).view_as(y)).sum() + memory.square().sum()
-        found.append((y, memory, *torch.autograd.grad(loss, leaves)))
-    for other in found[1:]:
-        for index, (a, b) in enumerate(zip(found[0], other, strict=True)):
-            close(b, a, 1e-12, str(index))
 
 
 def test_steps_splits_and_naive_agree_with_the_scan():
@@ -164,6 +97,8 @@ def test_wide_queries_see_no_other_engine_by_chance():
     given = draw(1)
     with pytest.raises(ConfigError, match=r"does not know gates\.erase"):
         scanned(MemoryConfig(chunk=4), given, ("erase",), engine="chunk")
+    with pytest.raises(ConfigError, match="a system of its own"):
+        scanned(MemoryConfig(retention="decay"), given, ("retain_value",), engine="parallel")
 
 
 @pytest.mark.parametrize(

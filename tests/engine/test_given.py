@@ -91,9 +91,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         ["state.memory['weight'] must be a tensor", "None"],
     ),
     "an initial tensor": (scan, {"initial": X}, ["initial must be a mapping"]),
-    "complex": (scan, {"q": X.cfloat()}, ["q must be floating point", "complex64"]),
-    "whole numbers": (step, {"v": X[:, 0].long()}, ["v must be floating point", "int64"]),
-    "other T": (scan, {"q": X[:, :3]}, ["q and k", "[2, 3, 3, 5]"]),
     "a float mask": (features, {"write_mask": ROWS.float()}, ["write_mask must be bool", "float"]),
 }
 

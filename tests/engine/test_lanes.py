@@ -201,8 +201,7 @@ def test_powers_end_as_those_of_torch(dtype):
 
 def test_powers_take_numbers():
     x = np.linspace(0.1, 3, 16)
-    np.testing.assert_allclose(applied(lambda a, b, c: POWER(a, 1.5), x), x**1.5, rtol=1e-15)
-    np.testing.assert_allclose(applied(lambda a, b, c: POWER(2, a), x), 2**x, rtol=1e-15)
+    np.testing.assert_allclose(applied(lambda a, b, c: POWER(POWER(2, a), 1.5), x), (2**x) ** 1.5, rtol=2e-15)
 
 
 PAIRS = np.array([*product([*SPECIAL, 3.0, 1e-40, 1e30], repeat=2)]).T
@@ -215,8 +214,7 @@ def test_operators_round_once(of, dtype):
     on = getattr(operator, of)
     with np.errstate(all="ignore"):
         same(applied(lambda a, b, c: on(a, b), x, y), on(x, y))
-        same(applied(lambda a, b, c: on(a, 3), x), on(x, dtype(3)))
-        same(applied(lambda a, b, c: on(0.1, a), x), on(dtype(0.1), x))
+        same(applied(lambda a, b, c: on(0.1, on(a, 3)), x), on(dtype(0.1), on(x, dtype(3))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -233,10 +231,8 @@ def test_comparisons_are_those_of_torch(of, dtype):
 def test_answers_are_joined(dtype):
     x, y = (padded(row.astype(dtype)) for row in PAIRS)
     where = lanes.where
-    both = applied(lambda a, b, c: where((a < b) & (a != 1), 1, 0), x, y)
-    np.testing.assert_array_equal(both, (x < y) & (x != 1))
-    either = applied(lambda a, b, c: where((a < b) | (a == 1), 1, 0), x, y)
-    np.testing.assert_array_equal(either, (x < y) | (x == 1))
+    found = applied(lambda a, b, c: where((a < b) & (a != 1), 1, where((a < b) | (a == 1), 2, 0)), x, y)
+    np.testing.assert_array_equal(found, np.where((x < y) & (x != 1), 1, 2 * ((x < y) | (x == 1))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

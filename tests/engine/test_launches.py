@@ -38,13 +38,12 @@ BUDGETS = {
 @pytest.mark.parametrize("fields", WALKED.values(), ids=WALKED)
 def test_the_walk_of_a_device_is_the_token_loop(fields):
     for channels in [False, True] if fields.get("retention") == "decay" else [False]:
-        for masks in (False, True):
-            case = case_of(config_of(**fields), length=70, d=3, width=3, channels=channels, masks=masks)
-            expected = whole(case, engine="sequential")
-            with as_on_a_device():
-                for autodiff in ("tape", "torch"):
-                    whole(case, engine="parallel", autodiff=autodiff).equals(expected)
-                in_pieces(case, [1, 17, 69], engine="parallel").equals(expected)
+        case = case_of(config_of(**fields), length=70, d=3, width=3, channels=channels, masks=True)
+        expected = whole(case, engine="sequential")
+        with as_on_a_device():
+            for autodiff in ("tape", "torch"):
+                whole(case, engine="parallel", autodiff=autodiff).equals(expected)
+            in_pieces(case, [1, 17, 69], engine="parallel").equals(expected)
 
 
 @pytest.mark.spec("ENG-LATE-D1")

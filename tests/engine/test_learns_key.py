@@ -70,37 +70,6 @@ def test_it_is_the_transpose_of_the_memory_with_keys_and_values_exchanged(order)
     close(predict(config, (last,), fold["q"][:, -1:])[:, 0], mine[:, -1], 1e-13)
 
 
-@pytest.mark.parametrize(
-    ("fields", "channels", "masked"),
-    [
-        ({"decay_order": "before_gradient"}, True, True),
-        ({"decay_order": "before_gradient", "read": "before"}, True, False),
-        ({"retention": "decay", "algorithm": "momentum"}, True, True),
-        ({"bias": "huber"}, False, True),
-        ({"bias": "dot"}, False, False),
-    ],
-    ids=str,
-)
-def test_blocks_and_gradients_are_those_of_the_loop(fields, channels, masked):
-    config, given = MemoryConfig(**{**KEY, **fields}), draw()
-    mask = torch.rand(2, B, T, generator=torch.Generator().manual_seed(3))
-    masks = {"write_mask": mask[0] > 0.2, "reset_mask": mask[1] > 0.85} if masked else {}
-    leaves = [item.requires_grad_() for name, item in given.items() if channels or name != "retain_value"]
-    found = []
-    for engine, autodiff in (
-        ("sequential", "tape"),
-        ("sequential", "torch"),
-        ("parallel", "tape"),
-        ("parallel", "torch"),
-    ):
-        y, weight = scanned(config, given, channels, engine=engine, autodiff=autodiff, **masks)
-        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() + weight.square().sum()
-        found.append((y, weight, *torch.autograd.grad(loss, leaves)))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            close(b, a, 1e-11)
-
-
 @pytest.mark.spec("STR-MATRIX-D2")
 @pytest.mark.parametrize(
     ("fields", "sentence"),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.algorithm import Momentum
-from hecate.engine import Engine, exact_engines
-from tests.memories import BIASES, DEEP, Case, case_of, close, config_of, flat_state
+from hecate.engine import exact_engines
+from tests.memories import BIASES, DEEP, Case, case_of, close, config_of, flat_state, ways
 
 CONFIGS = {
     "delta": {},
@@ -25,16 +25,7 @@ CONFIGS = {
 }
 
 
-def runs() -> list[tuple[str, str]]:
-    return [
-        (name, engine)
-        for name, fields in CONFIGS.items()
-        for engine in ("sequential", "parallel")
-        if engine == "sequential" or Engine.registry["parallel"].refuses(config_of(**fields)) is None
-    ]
-
-
-RUNS = pytest.mark.parametrize(("name", "engine"), runs())
+RUNS = pytest.mark.parametrize(("name", "engine"), ways(CONFIGS, ("sequential", "parallel", "chunk")))
 
 
 def write_mask(case: Case, share: float = 0.6) -> Tensor:
@@ -48,7 +39,7 @@ def gradients(case: Case, y: Tensor, state: object) -> list[Tensor]:
     return list(torch.autograd.grad(total, case.leaves, materialize_grads=True))
 
 
-@pytest.mark.spec("ENG-MASK-D1", "ENG-MASK-I1")
+@pytest.mark.spec("ENG-MASK-D1", "ENG-MASK-I1", "ENG-CHUNK-D4")
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf, 1e300])
 @pytest.mark.parametrize("autodiff", ["tape", "torch"])
 @RUNS

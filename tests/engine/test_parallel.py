@@ -180,15 +180,6 @@ def test_products_that_underflow_within_a_block(engine):
         close(mine, true, 1e-5)
 
 
-@pytest.mark.spec("ENG-SCAN-I2")
-@pytest.mark.parametrize("shape", [(0, 3, 2), (2, 0, 2), (1, 3, 0), (1, 1, 1)])
-@EVERY
-def test_gradients_of_empty_and_single_inputs(fields, shape):
-    batch, length, heads = shape
-    case = case_of(config_of(**fields), batch=batch, length=length, heads=heads, d=3, width=3)
-    whole(case, engine="parallel").equals(whole(case, engine="sequential"))
-
-
 def _double(case: Case) -> Case:
     fields = {**case.config.model_dump(), "state_dtype": "float64"}
     wide = case.with_leaves([leaf.double() for leaf in case.leaves])

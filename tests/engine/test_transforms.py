@@ -9,11 +9,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
-from hecate.engine import Engine
 from hecate.engine.cpu.engine import TOKENS
 from hecate.nn import Memory
 from hecate.rule import RULES
-from tests.memories import DEEP, case_of, close, config_of, flat_state
+from tests.memories import DEEP, case_of, close, config_of, flat_state, ways
 
 CONFIGS = {
     "titans": {"retention": "decay", "algorithm": "momentum", "feature_map": "elu", "key_norm": "l2"},
@@ -22,14 +21,39 @@ CONFIGS = {
     "deep frozen": {"structure": DEEP, "chunk": 2, "bias": {"kind": "lp", "p": 1.5, "eps": 0.3}},
     "chunk": {"chunk": 3, "commit": "chunk", "retention": "decay", "algorithm": "momentum"},
 }
-WAYS = [
-    (name, engine, autodiff)
-    for name, fields in CONFIGS.items()
-    for engine in ("sequential", "parallel")
-    for autodiff in ("tape", "torch")
-    if engine == "sequential" or Engine.registry["parallel"].refuses(config_of(**fields)) is None
-]
-EVERY = pytest.mark.parametrize(("name", "engine", "autodiff"), WAYS)
+OMEGA = {"algorithm": {"kind": "omega", "lr": 0.3, "window": 3, "decay": 0.9}, "retention": "decay"}
+FIRST = {"retention": "decay", "decay_order": "before_gradient"}
+CUBIC = {"kind": "newton_schulz", "polynomial": "cubic", "steps": 3}
+IN_CHUNKS = {
+    "frozen, decayed first": ("chunk", {**FIRST, "chunk": 3}),
+    "committed, decayed first": ("chunk", {**FIRST, "chunk": 3, "commit": "chunk"}),
+    "window": ("window", {**OMEGA, "feature_map": {"kind": "polynomial", "degree": 2}, "key_norm": "l2"}),
+    "window, one step a chunk": ("window", {**OMEGA, "chunk": 3, "commit": "chunk"}),
+    "newton_schulz": ("window", {**FIRST, "algorithm": CUBIC}),
+    "newton_schulz, frozen": ("window", {**FIRST, "algorithm": CUBIC, "chunk": 3}),
+    "deep momentum": ("factored", {"algorithm": {"kind": "deep_momentum", "width": 3}, "retention": "decay"}),
+}
+PAIRS = ways(CONFIGS)
+FROZEN = [("deep frozen", "chunk"), ("chunk", "chunk")]
+CONFIGS |= {name: fields for name, (_, fields) in IN_CHUNKS.items()}
+
+
+def by(pairs: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    rows = [(*pair, autodiff) for pair in pairs for autodiff in ("tape", "torch")]
+    return pytest.mark.parametrize(("name", "engine", "autodiff"), rows)
+
+
+EVERY = by(PAIRS)
+ALL = by([*PAIRS, *FROZEN, *((name, engine) for name, (engine, _) in IN_CHUNKS.items())])
+MAPPED = by([*PAIRS, *FROZEN, *((name, engine) for name, (engine, _) in IN_CHUNKS.items() if engine == "chunk")])
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    """So that a few tokens are several steps of a chunk, and several blocks."""
+    monkeypatch.setattr("hecate.engine.chunk.engine.DUAL", 2)
+    for name, size in (("blocks.SIZE", 2), ("blocks.AGAIN", 2), ("chunks.SIZE", 2)):
+        monkeypatch.setattr(f"hecate.engine.window.{name}", size)
 
 
 def function_of(case, engine: str, autodiff: str):
@@ -42,8 +66,8 @@ def function_of(case, engine: str, autodiff: str):
     return scan
 
 
-@pytest.mark.spec("ENG-FUNC-I1")
-@EVERY
+@pytest.mark.spec("ENG-FUNC-I1", "ENG-CHUNK-V2")
+@ALL
 def test_gradcheck_and_gradgradcheck(name, engine, autodiff):
     case = case_of(config_of(**CONFIGS[name]), batch=1, heads=1, length=4, d=2, masks=True).fresh()
     scan = function_of(case, engine, autodiff)
@@ -51,8 +75,8 @@ def test_gradcheck_and_gradgradcheck(name, engine, autodiff):
     assert torch.autograd.gradgradcheck(scan, case.leaves, fast_mode=True)
 
 
-@pytest.mark.spec("ENG-FUNC-I2")
-@EVERY
+@pytest.mark.spec("ENG-FUNC-I2", "ENG-CHUNK-I3")
+@MAPPED
 def test_functional_transforms_agree_with_autograd(name, engine, autodiff):
     case = case_of(config_of(**CONFIGS[name]), batch=1, heads=2, length=4, d=2)
     scan = function_of(case, engine, autodiff)
@@ -94,8 +118,9 @@ def test_jacrev_twice_is_the_hessian(name, engine, autodiff):
     close(hessian, expected, 1e-10)
 
 
-COMPILED = [  # both engines, by tape and by torch
+COMPILED = [  # engines, by tape and by torch
     ("titans", "parallel", "tape"), ("deep frozen", "sequential", "torch"),
+    ("committed, decayed first", "chunk", "tape"),
     *(pytest.param(*way, marks=pytest.mark.slow) for way in (
         ("titans", "sequential", "tape"), ("linear attention", "parallel", "torch"), ("titans", "sequential", "torch"),
         ("titans", "parallel", "torch"), ("chunk", "sequential", "tape"))),
@@ -106,7 +131,8 @@ COMPILED = [  # both engines, by tape and by torch
 @pytest.mark.parametrize(("name", "engine", "autodiff"), COMPILED)
 def test_compiles_to_one_graph_with_the_same_gradients(name, engine, autodiff):
     torch._dynamo.reset()
-    case = case_of(config_of(**CONFIGS[name]), batch=1, length=2, masks=True)
+    length, masks = (3, False) if engine == "chunk" else (2, True)
+    case = case_of(config_of(**CONFIGS[name]), batch=1, length=length, masks=masks)
 
     def step(*leaves: Tensor) -> tuple[Tensor, ...]:
         y, state = case.with_leaves(list(leaves)).scan(engine=engine, autodiff=autodiff)

@@ -19,3 +19,29 @@ if not collect_ignore_glob:
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+
+    # At every operation it would list all dtypes of numpy, and check and wrap each size of the few shapes there are.
+    make_dtype, make_block, make_tensor = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
+    dtypes, blocks, shapes = {}, {}, {}
+
+    def np_dtype(of):
+        name = of.scalar.name
+        if name not in dtypes:
+            dtypes[name] = make_dtype(of)
+        return dtypes[name]
+
+    def block_type(self, element_ty, shape):
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        self.__dict__.update(blocks[key], element_ty=element_ty)
+
+    def tensor(self, handle, type):
+        name = type.name
+        if name not in shapes:
+            make_tensor(self, handle, type)
+            shapes[name] = {"shape": self.shape, "numel": self.numel}
+        self.__dict__.update(shapes[name], handle=handle, type=type, dtype=type.scalar)
+
+    interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__ = np_dtype, block_type, tensor

@@ -24,13 +24,8 @@ BIASES = [
     {"kind": "kl"}, {"kind": "l1", "eps": 0.1}, {"kind": "lp", "p": 3.0}, {"kind": "lp", "p": 1.5, "eps": 0.1},
     {"kind": "yaad", "delta": 0.7, "eps": 0.1}, {"kind": "robust", "eps": 0.1},
 ]  # fmt: skip
-ALGORITHMS = [
-    "gd",
-    "momentum",
-    {"kind": "momentum", "nesterov": True},
-    "delta_momentum",
-    {"kind": "delta_momentum", "form": "paper"},
-]
+NESTEROV, PAPER = {"kind": "momentum", "nesterov": True}, {"kind": "delta_momentum", "form": "paper"}
+ALGORITHMS = ["gd", "momentum", NESTEROV, "delta_momentum", PAPER]
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from hecate.engine.triton import kernel, tiles
 from hecate.engine.triton.loops import formulas
 from hecate.errors import ConfigError
 from hecate.formula import Unprintable
-from tests.engine.test_printed import Least, LossAlone, Mean, Pinball, Sorted, Together
+from tests.engine.own_biases import Least, LossAlone, Mean, Pinball, Sorted, Together
 from tests.interpreted.test_block import trial
 from tests.interpreted.test_loop import trial as by_loop
 
