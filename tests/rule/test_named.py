@@ -39,7 +39,8 @@ def test_every_rule_has_a_transcription():
     assert all(reference(name).startswith(("papers", "bounded")) for name in RULES)
 
 
-@pytest.mark.spec("RULE-NAMED-R1")
+@pytest.mark.spec("RULE-NAMED-R1", "BIAS-DOT-R1", "BIAS-L2-R1", "RULE-NORM-R1", "RULE-ORDER-R1", "RULE-STEP-R1")
+@pytest.mark.spec("RULE-CHUNK-R1", "RET-DECAY-R1", "ALG-MOM-R1", "STR-MLP-R1")
 @EVERY
 def test_a_rule_is_that_of_its_paper(name):
     for engine in engines_of(name):
@@ -138,7 +139,7 @@ def cut(gates: Gates, tokens: slice) -> Gates:
     return Gates(*(None if gate is None else gate[:, tokens].detach() for gate in gates))
 
 
-@pytest.mark.spec("RULE-NAMED-I2")
+@pytest.mark.spec("RULE-NAMED-I2", "RET-DECAY-I1")
 @pytest.mark.parametrize("name", FORGETTING)
 def test_half_life_at_the_starting_gates(name):
     """After log(1/2) / log(retain) tokens: half of what a linear memory answers, of what every weight
