@@ -19,11 +19,6 @@ def gated_delta_2(erase, write, *, reflections=False):
     return (2.0 if reflections else 1.0) * sigmoid(erase), sigmoid(write)
 
 
-def rwkv7_decay(x):
-    """w = exp(-e^(-1/2) sigmoid(x)), x = w0 + tanh(u W1) W2: within (exp(-e^(-1/2)), 1) = (0.5452, 1)."""
-    return np.exp(-np.exp(-0.5) * sigmoid(x))
-
-
 def momentum_delta(eta, beta, alpha, mu, f, a_log, mu_log, dt_bias, mu_bias, d_model, lowest=-2.0):
     """eta, beta, alpha, mu of Momentum DeltaNet from their logits `[T]`; f, a_log, mu_log and biases are a head's.
 
