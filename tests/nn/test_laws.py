@@ -25,6 +25,7 @@ from tests.cms import test_carry as carry
 from tests.cms import test_local as local
 from tests.cms import test_self_referential as self_referential
 from tests.nn import test_memory_as_phi as as_phi
+from tests.nn import test_performer as performer
 from tests.nn.attentions import CONFIGS, composed_of, masks_of, sliding_of
 from tests.nn.layers import in_pieces, layer_of, leaves, near, rules, seeded
 from tests.nn.test_feature_memory import INNERS, OUTER
@@ -42,6 +43,10 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     **{f"phi {name}": partial(as_phi.built, name) for name in as_phi.INNERS},
     **{f"linear {name}": partial(linear, **options) for name, options in STREAMS.items()},
     **{f"all {name}": partial(linear, causal=False, **options) for name, options in STREAMS.items()},
+    **{
+        f"performer {name}": partial(performer.layer_of, **performer.KERNELS[name])
+        for name in ("positive", "hyperbolic", "sqrt")
+    },
     **{f"sliding {name}": partial(sliding_of, **options) for name, options in SLIDING.items()},
     **{f"composed {name}": partial(composed_of, name) for name in CONFIGS},
     **{f"cms {'-'.join(join)}": partial(cms.cms_of, *join) for join in cms.JOINS},
@@ -100,7 +105,7 @@ ROWS = st.none() | st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LEN
 
 @pytest.mark.spec("NN-MEM-I1", "NN-CONV-I1", "NN-MEM-I3", "NN-MEM-I4", "NN-FEAT-I1", "LIN-ATT-I2")
 @pytest.mark.spec("ATT-SLIDE-I1", "ATT-SLIDE-I2", "ATT-COMP-I1", "CMS-LAYER-I1", "CMS-NEST-I1", "SELF-LAYER-I1")
-@pytest.mark.spec("NN-FEAT-D2", "CMS-CARRY-I1", "CMS-TNT-I1")
+@pytest.mark.spec("NN-FEAT-D2", "CMS-CARRY-I1", "CMS-TNT-I1", "GATE-STATE-I1")
 @ordered
 @settings(max_examples=4)
 @given(cuts=st.lists(st.integers(0, LENGTH), min_size=1, max_size=LENGTH), write=ROWS, reset=ROWS)
@@ -228,8 +233,9 @@ def test_per_sample_gradients(name: str) -> None:
 COMPILED = [
     "memory, parallel", "features delta", "linear elu", "sliding narrow", "self far",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "memory, sequential", "all string", "all decay", "sliding full", "composed mag", "linear cosformer",
-        "linear decay", "composed mal_paper", "memory deep", "cms independent-gated", "self chunks")),
+        "memory, sequential", "performer positive", "all string", "all decay", "sliding full", "composed mag",
+        "linear cosformer", "linear decay", "composed mal_paper", "memory deep", "cms independent-gated",
+        "self chunks")),
 ]  # fmt: skip
 
 

@@ -169,21 +169,6 @@ def test_copies_go_on_alone(duplicate: Callable):
     assert_same(left, right)
 
 
-def test_state_dict_is_deterministic_and_loads_weights_only(tmp_path):
-    params = model()
-    optimizer = leveled(params)
-    advance(optimizer, params, 1, 5)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert str(loaded) == str(optimizer.state_dict())
-    assert [sorted(loaded["state"][i])[-1] for i in range(3)] == ["step", "window", "window"]
-    resumed = leveled(params)
-    resumed.load_state_dict(loaded)
-    assert str(resumed.state_dict()) == str(loaded)
-    loaded["state"][1]["window"].zero_()
-    assert resumed.state_dict()["state"][1]["window"].any()
-
-
 def test_older_states_of_the_wrapped_optimiser_are_brought_up_to_date():
     params = model()
     optimizer = leveled(params)
@@ -264,22 +249,6 @@ def test_schedulers_set_the_rate_of_the_commit():
         optimizer.step()
         scheduler.step()
     assert parameter.item() == -0.25 and optimizer.param_groups[0]["lr"] == 0.125
-
-
-def test_a_closure_is_evaluated_once_with_gradients():
-    params, calls = model(), []
-    optimizer = leveled(params)
-
-    def closure() -> Tensor:
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        value = loss(list(params), 1)
-        value.backward()
-        return value
-
-    with torch.no_grad():
-        assert optimizer.step(closure).item() == loss(weights(), 1).item()
-    assert calls == [True] and not torch.equal(params[0], weights()[0])
 
 
 def test_hooks_fire_every_step_and_those_of_inner_at_commits():
@@ -363,16 +332,6 @@ def test_a_failing_commit_spends_its_window():
     assert optimizer.param_groups[0]["elapsed"] == 0
 
 
-def test_a_parameter_given_twice_is_stepped_as_torch_does():
-    with pytest.warns(UserWarning, match="duplicate"):
-        ours = nn.Parameter(torch.zeros(1))
-        optimizer = Leveled([ours, ours], torch.optim.SGD, lr=1.0, period=2)
-    for _ in range(2):
-        ours.grad = torch.ones(1)
-        optimizer.step()
-    assert ours.item() == -2.0
-
-
 @pytest.mark.spec("OPTIM-LEVEL-D3")
 def test_refusals():
     for options, message in (
@@ -407,18 +366,6 @@ def test_a_state_of_another_optimiser_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(Leveled(params, torch.optim.AdamW).state_dict())
     assert str(optimizer.state_dict()) == before
-
-
-def test_torch_says_what_torch_would():
-    parameter = nn.Parameter(torch.zeros(1))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'typo'"):
-        Leveled([parameter], torch.optim.SGD, typo=1)
-    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
-        Leveled(parameter, torch.optim.SGD)
-    optimizer = Leveled([parameter], torch.optim.SGD)
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [parameter]})
-    assert "period: 1" in repr(optimizer)
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")

@@ -79,22 +79,6 @@ def test_updates_that_do_not_descend_are_warned_of_with_their_cosine(dtype):
     assert PhiMomentum([w], feature_map=flat).param_groups[0]["lift"] == "pinv"
 
 
-@pytest.mark.spec("OPT-PHI-D5")
-def test_auto_says_what_it_chose():
-    def chosen(made, **options):
-        p = torch.nn.Parameter(torch.zeros(3, 4))
-        return PhiMomentum([p], feature_map=made, **options).param_groups[0]["input_scale"]
-
-    for made in ("identity", "tanh", "relu", "elu", "crelu", phi.Linear(d_phi=4)):
-        assert chosen(made) == "none"
-    for made in ("exp", "squared_relu", "softmax", phi.Polynomial(degree=2)):
-        assert chosen(made) == "restored"
-    assert chosen("tanh", lift="vjp") == "restored"  # J vanishes far out
-    assert chosen("exp", input_scale="unit") == "unit"
-    with pytest.warns(UserWarning, match="a gradient of zero moves weights"):
-        assert chosen("exp", center=False) == "none"
-
-
 SGD = {  # what the identity needs to be SGD: dtype, weight decay, options
     "as it comes": (torch.float32, 0.0, {}),
     "bfloat16": (torch.bfloat16, 0.0, {"state_dtype": "parameter"}),
