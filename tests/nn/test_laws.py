@@ -6,6 +6,7 @@ state after them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from hecate import MemoryConfig
+from hecate.nn import SlidingAttention
 from tests.cms import common as cms
 from tests.cms import test_carry as carry
 from tests.cms import test_local as local
@@ -228,6 +230,53 @@ def test_per_sample_gradients(name: str) -> None:
     for index, row in enumerate(x):
         alone = torch.autograd.grad(loss(parameters, row), list(parameters.values()), materialize_grads=True)
         near([item[index] for item in together.values()], list(alone), 1e-9)
+
+
+# Layers fresh from their initialisation; the part of a state that stays in float32; and how often a number is rounded
+# between x and y: by projections, convolutions, norms, gates and what is answered.
+LOW: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], int]] = {
+    "memory": (partial(layer_of, WEIGHED, shake=0.0), lambda state: state.memory, 10),
+    "memory, sequential": (partial(layer_of, WEIGHED, shake=0.0, engine="sequential"), lambda state: state.memory, 10),
+    "memory without taps": (partial(layer_of, WEIGHED, shake=0.0, conv_kernel=0), lambda state: state.memory, 10),
+    "linear": (partial(linear, shake=0.0), lambda state: state, 6),
+    "all linear": (partial(linear, shake=0.0, causal=False), lambda state: state, 6),
+    "sliding": (lambda: SlidingAttention(16, 2, window=6, persistent=1, generator=seeded()), lambda state: (), 6),
+    **{
+        f"composed {kind}": (partial(composed_of, kind, shake=0.0), lambda state: state.memory.memory.memory, 18)
+        for kind in ("mag", "mal", "mac")
+    },
+    "self far": (
+        lambda: self_referential.layer_of(self_referential.config_of("far"), shake=0.0), lambda state: state.boxes, 12
+    ),
+    "cms local": (
+        partial(local.two_scales, "sum", shake=0.0),
+        lambda state: [level.memory for level in state.levels],
+        30,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.spec("NN-MEM-I12", "ATT-SLIDE-I4", "LIN-ATT-I1", "LIN-ATT-I6", "SELF-LAYER-I2", "CMS-TNT-I1")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LOW)
+def test_low_precision_by_autocast_and_by_the_module(name: str, dtype: torch.dtype) -> None:
+    build, held, roundings = LOW[name]
+    layer, tolerance = build().float(), roundings * torch.finfo(dtype).eps
+    x = inputs(layer, length=32).float()
+    expected, _ = layer(x)
+    size = expected.norm()
+    with torch.autocast("cpu", dtype=dtype):
+        first, state = layer(x[:, :9])
+        rough = [layer(x)[0]] if name.startswith("all") else [first, layer(x[:, 9:], state)[0]]
+    y = torch.cat(rough, 1).float()
+    near(y / size, expected / size, tolerance)
+    assert {item.dtype for item in leaves(held(state)) if item.is_floating_point()} <= {torch.float32}
+    y.square().mean().backward()
+    assert {item.grad.dtype for item in layer.parameters()} == {torch.float32}
+    low, after = copy.deepcopy(layer).to(dtype)(x.to(dtype))
+    assert low.dtype == dtype
+    assert {item.dtype for item in leaves(held(after)) if item.is_floating_point()} <= {torch.float32}
+    near(low.float() / size, expected / size, tolerance)
 
 
 COMPILED = [
