@@ -113,6 +113,16 @@ def test_m3_without_its_slow_part_is_muon(how, ns_dtype):
     assert torch.equal(one, two)
 
 
+@pytest.mark.spec("OPT-M3-D2")
+def test_a_parameter_without_a_gradient_counts_nothing():
+    w = parameter(3, 4)
+    optimizer = M3([w], slow_period=3)
+    for grad in (parameter(3, 4, seed=1).detach(), None):
+        w.grad = grad
+        optimizer.step()
+    assert int(optimizer.state[w]["step"]) == 1
+
+
 def test_m3_goes_on_from_a_state_without_the_choice():
     """Of a version in which the slow part acted in the step that closes."""
     one, two = M3([parameter(2, 3)], slow_period=2), M3([parameter(2, 3)], slow_period=2)
