@@ -8,14 +8,10 @@ import torch
 
 from hecate import phi
 from hecate.optim import PhiMomentum
+from tests.optim.test_muon_and_m3 import parameter
 from tests.reference import optim_phi as reference
 
 C = 4  # columns
-
-
-def parameter(*shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-    draw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return torch.nn.Parameter(draw.to(dtype or torch.get_default_dtype()))
 
 
 def linear(d_phi: int = 6) -> tuple[phi.Linear, dict, reference.Linear]:
