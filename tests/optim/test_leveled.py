@@ -332,26 +332,37 @@ def test_a_failing_commit_spends_its_window():
     assert optimizer.param_groups[0]["elapsed"] == 0
 
 
-@pytest.mark.spec("OPTIM-LEVEL-D3")
-def test_refusals():
-    for options, message in (
-        ({"period": 0}, "period must be an integer >= 1, got 0"),
-        ({"period": True}, "period must be an integer >= 1, got True"),
-        ({"period": 2.0}, "period must be an integer >= 1, got 2.0"),
-        ({"reduce": "max"}, "reduce must be 'mean' or 'sum', got 'max'"),
-        ({"period": 2, "differentiable": True}, "differentiable=True with period=2"),
-    ):
-        parameter = nn.Parameter(torch.zeros(1))
-        with pytest.raises(ConfigError, match=message):
-            Leveled([parameter], torch.optim.SGD, lr=1.0, **options)
-        with pytest.raises(ConfigError, match=message):
-            Leveled([{"params": [parameter], **options}], torch.optim.SGD, lr=1.0)
+class Pulsed(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+        self.defaults["period"] = 2
+
+
+SGD, MAKES = torch.optim.SGD, "factory must make an optimiser of groups and options, as the class .* got "
+REFUSED = [
+    (SGD, {"period": 0}, "period must be an integer >= 1, got 0"),
+    (SGD, {"period": True}, "period must be an integer >= 1, got True"),
+    (SGD, {"period": 2.0}, "period must be an integer >= 1, got 2.0"),
+    (SGD, {"reduce": "max"}, "reduce must be 'mean' or 'sum', got 'max'"),
+    (SGD, {"period": 2, "differentiable": True}, "differentiable=True with period=2"),
+    (torch.optim.LBFGS, {}, "LBFGS evaluates its loss again"),
+    (Pulsed, {}, "Pulsed has a 'period' of its own"),
+    (SGD([nn.Parameter(torch.zeros(1))]), {}, MAKES),
+    (lambda params: nn.Linear(1, 1), {}, MAKES),
+    ("adamw", {}, MAKES),
+    (None, {}, MAKES),
+]
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")
-def test_an_optimiser_that_evaluates_again_is_refused():
-    with pytest.raises(ConfigError, match="LBFGS evaluates its loss again"):
-        Leveled([nn.Parameter(torch.zeros(1))], torch.optim.LBFGS)
+@pytest.mark.parametrize(("factory", "options", "message"), REFUSED, ids=[f"{at}" for at in range(len(REFUSED))])
+def test_refusals(factory, options, message):
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    lr = {"lr": 1.0} if factory is SGD else {}
+    for groups, own in (([parameter], options), ([{"params": [parameter], **options}], {})):
+        with pytest.raises(ConfigError, match=message):
+            Leveled(groups, factory, **lr, **own)
+    Leveled([parameter], M3, period=2)
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")
@@ -366,15 +377,6 @@ def test_a_state_of_another_optimiser_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(Leveled(params, torch.optim.AdamW).state_dict())
     assert str(optimizer.state_dict()) == before
-
-
-@pytest.mark.spec("OPTIM-LEVEL-D3")
-@pytest.mark.parametrize("wrong", ["optimiser", "module", "name", None])
-def test_what_makes_no_optimiser_is_refused(wrong):
-    parameter = nn.Parameter(torch.zeros(1))
-    given = {"optimiser": torch.optim.SGD([parameter]), "module": lambda params: nn.Linear(1, 1), "name": "adamw"}
-    with pytest.raises(ConfigError, match="factory must make an optimiser of groups and options, as the class .* got "):
-        Leveled([parameter], given.get(wrong))
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D4")
@@ -397,19 +399,6 @@ def test_groups_by_name():
     for wrong in (0, 2.5, "x"):
         with pytest.raises(ConfigError, match="period must be an integer >= 1"):
             level_groups(named, {"*": wrong})
-
-
-@pytest.mark.spec("OPTIM-LEVEL-D3")
-def test_an_option_of_the_same_name_is_refused():
-    class Pulsed(torch.optim.SGD):
-        def __init__(self, params):
-            super().__init__(params, 0.1)
-            self.defaults["period"] = 2
-
-    weight = torch.nn.Parameter(torch.zeros(2, 3))
-    with pytest.raises(ConfigError, match="Pulsed has a 'period' of its own"):
-        Leveled([weight], Pulsed)
-    Leveled([weight], M3, period=2)
 
 
 @pytest.mark.spec("OPTIM-LEVEL-I2")
