@@ -6,7 +6,7 @@ import torch
 from hecate.cms import CMS, CarryMemory, CMSConfig, LevelConfig
 from hecate.errors import ConfigError
 from hecate.microscope import look
-from hecate.models import LanguageModel, LanguageModelConfig
+from hecate.models import LanguageModelConfig
 from hecate.nn import Memory
 from tests.cms.common import DELTA, LEVELS, inputs, masks
 from tests.nn.layers import near, seeded
@@ -112,6 +112,8 @@ def test_refusals():
     refused("leave it out", composition="independent", carry_levels=3)
     refused("weighs outputs", aggregation="learned")
     refused("must be >= 1", carry_levels=0)
+    with pytest.raises(ConfigError, match="there are none"):
+        LanguageModelConfig(carry_levels=4)
     layer = tree_of()
     with pytest.raises(ConfigError, match="no place for another level"):
         layer.push_up(LevelConfig(name="new"))
@@ -128,15 +130,3 @@ def test_health_and_the_microscope():
     _, state = layer(x)
     view = look(layer, x, state=state)
     assert "age" in view["tree"].unread
-
-
-def test_in_a_language_model():
-    config = {"vocab_size": 11, "d_model": 8, "layers": 1, "heads": 2, "levels": [TREE], "composition": "carry"}
-    model = LanguageModel(LanguageModelConfig(**config, carry_levels=4), generator=seeded(0))
-    tokens = torch.randint(11, (2, 9), generator=seeded(1))
-    logits, state = model(tokens)
-    first, state = model(tokens[:, :4])
-    rest, _ = model(tokens[:, 4:], state)
-    near(torch.cat([first, rest], 1), logits)
-    with pytest.raises(ConfigError, match="there are none"):
-        LanguageModelConfig(carry_levels=4)

@@ -82,26 +82,6 @@ def test_the_chain_rule_by_hand(logit, target):
     near(grad.squeeze(), 2 * (expected - torch.tensor(target)) @ moved * g * (1 - g))
 
 
-@pytest.mark.spec("CMS-FIRE-V1")
-@pytest.mark.parametrize("harm", [True, False], ids=["harmful", "useful"])
-def test_harmful_writes_are_shut_and_useful_ones_opened(harm):
-    """The target is what the layer answers when it is shut (or open); the gate starts open (shut)
-    and goes downhill until it crosses over."""
-    layer = cms_of("independent", levels=[{**LEVELS[0], "memory": DELTA, "firing": "learned"}])
-    x, gates = inputs(4, 6), layer.memories[0].gates
-    with torch.no_grad():
-        gates.weight["firing"].zero_()
-        gates.bias["firing"].fill_(-0.2 if harm else 0.2)
-        target, _ = layer(x)
-        gates.bias["firing"].fill_(0.2 if harm else -0.2)
-    loss = (layer(x)[0] - target).square().mean()
-    (grad,) = torch.autograd.grad(loss, gates.bias["firing"])
-    assert loss > 1e-3 and ((grad > 0) == harm).all()
-    with torch.no_grad():
-        gates.bias["firing"] -= 0.4 * grad.sign()
-    near(layer(x)[0], target, 1e-13)
-
-
 @pytest.mark.spec("CMS-FIRE-I2")
 def test_rules_that_an_idle_token_would_change():
     for memory, match in (

@@ -83,33 +83,6 @@ def test_every_parameter_learns_from_a_cold_start(join):
     assert untouched(cms_of(*join, shake=0.0), 3, 16) == []
 
 
-@pytest.mark.spec("CMS-LAYER-I5")
-def test_a_slow_level_learns_what_only_it_can_keep():
-    """An item shown in the first window is asked for when the fast level has long forgotten it."""
-    levels = [
-        {"name": "fast", "memory": {**DELTA, "retention": {"kind": "decay", "retain": 0.2}}},
-        {"name": "slow", "period": 4, "memory": {**DELTA, "retention": "none"}},
-    ]
-    layer = cms_of("sequential", levels=levels, shake=0.0)
-    with torch.no_grad():
-        layer.memories[0].gates.bias["retain"].requires_grad_(False)
-    optimiser = torch.optim.Adam([p for p in layer.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(80):
-        item = torch.randn(16, 1, 8, generator=seeded(step))
-        x = torch.cat([item.expand(-1, 4, -1), torch.zeros(16, 8, 8)], 1)
-        x[:, -1, 0] = 1.0  # the question
-        loss = (layer(x)[0][:, -1, 4:] - item[:, 0, 4:]).square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
-    with torch.no_grad():
-        layer.memories[1].out.weight.zero_()  # without the slow level it is lost
-    assert (layer(x)[0][:, -1, 4:] - item[:, 0, 4:]).square().mean() > 1.3 * losses[-1]
-
-
 @pytest.mark.spec("CMS-NEST-V1")
 def test_gradients_through_restarts():
     small = {"heads": 1, "d_key": 2, "d_value": 2, "conv_kernel": 0, "output_gate": False}

@@ -98,19 +98,6 @@ def test_gradients(projection):
     assert torch.autograd.gradcheck(lambda x: layer(x)[0], x, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.spec("CMS-TNT-I1")
-@pytest.mark.parametrize("projection", ["sum", "orthogonal"])
-def test_lower_precision(projection):
-    layer = two_scales(projection, shake=0.0)
-    truth, _ = layer(inputs(length=LENGTH))
-    single, _ = layer.float()(inputs(length=LENGTH).float())
-    near(single.double(), truth, 1e-4)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, state = layer(inputs(length=LENGTH).float())
-    assert state.levels[0].projection.memory["weight"].dtype == torch.float32
-    near(y.double(), truth, 0.1)
-
-
 @pytest.mark.spec("CMS-TNT-R1")
 def test_the_preset_is_the_paper():
     """With one set of projections for both, the reads of its levels add up to those of the paper's recurrence."""

@@ -225,33 +225,6 @@ def test_phase_1_is_a_plain_memory(chunk):
     near([y, state.boxes.memory], [expected, after.memory.memory], 1e-12)
 
 
-@pytest.mark.spec("SELF-LAYER-D1")
-@pytest.mark.parametrize("case", ["far", "chunks", "deep"])
-def test_the_first_chunk_has_the_projections_of_phase_1(case):
-    first = {}
-    for phase in (1, 2):
-        layer = layer_of(config_of(case, phase=phase))
-        first[phase] = layer(inputs())[0]
-    period = config_of(case).period
-    near(first[1][:, :period], first[2][:, :period], 1e-12)
-    assert not torch.allclose(first[1][:, period:], first[2][:, period:])
-
-
-@pytest.mark.spec("SELF-LAYER-I2")
-def test_a_frozen_read_is_the_active_one():
-    layer = layer_of(config_of(memory={"read": "before"}), conv_kernel=0)
-    x = inputs()
-    y, _ = layer(x)
-    state = None
-    for t in range(LENGTH):
-        still = torch.zeros(2, 1, dtype=torch.bool)
-        frozen, same = layer(x[:, t : t + 1], state, write_mask=still)
-        near(frozen, y[:, t : t + 1], 1e-12)
-        if state is not None:
-            assert all(map(torch.equal, leaves(same.boxes), leaves(state.boxes)))
-        _, state = layer(x[:, t : t + 1], state)
-
-
 @pytest.mark.spec("SELF-LAYER-I1")
 @pytest.mark.parametrize("fields", [{}, {"chunk": 2}, {"erase": "twice", "chunk": 2}])
 def test_gradients_are_finite_differences(fields):
@@ -336,15 +309,6 @@ def test_boxes_of_phase_3_move_as_one_and_those_of_phase_2_differ_by_what_they_s
         assert phase == 2 or (shared - torch.eye(3)).abs().max() > 0.01
 
 
-@pytest.mark.spec("SELF-ONE-R1")
-def test_boxes_under_another_bias_do_not():
-    layer = layer_of(config_of("huber"))
-    _, state = layer(inputs())
-    start, end = layer.boxes.start["weight"], state.boxes.memory["weight"]
-    shared = torch.linalg.solve(start, end).unflatten(1, (-1, HEADS))
-    assert (shared - shared[:, :1]).abs().max() > 1e-3
-
-
 @pytest.mark.spec("SELF-BOX-I1")
 @pytest.mark.parametrize("norm", ["l2", "none"])
 def test_without_a_norm_boxes_grow_without_bound(norm):
@@ -393,24 +357,6 @@ def test_long_chunks_of_projections_are_stable_where_gradients_are_not(phase):
 def test_one_seed_one_layer_on_any_device():
     config = config_of("far", memory={"feature_map": "hedgehog", "key_norm": "l2"})
     drawn_alike(lambda seed=0, **how: SelfReferential(D_MODEL, HEADS, config, generator=seeded(seed), **how))
-
-
-@pytest.mark.parametrize("how", ["autocast", "dtype"])
-@pytest.mark.spec("SELF-LAYER-I2")
-def test_low_precision_keeps_the_boxes_in_float32(how):
-    config = config_of("far", memory={"feature_map": {"kind": "linear", "d_phi": 5}, "key_norm": "l2"})
-    # Numbers that bfloat16 holds, so that activations alone are rounded.
-    layer, x = layer_of(config, shake=0.0).bfloat16().float(), inputs().bfloat16().float()
-    expected, _ = layer(x)
-    if how == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            y, state = layer(x)
-    else:
-        y, state = copy.deepcopy(layer).bfloat16()(x.bfloat16())
-    assert y.dtype == torch.bfloat16
-    assert state.boxes.memory["weight"].dtype == torch.float32
-    # Eight roundings: into, conv, its SiLU, y, the norm, the gate, their product, out.
-    near(y.float(), expected, 8 * 2**-8)
 
 
 @pytest.mark.spec("SELF-LAYER-I2")

@@ -169,18 +169,8 @@ def gated(rule: str | MemoryConfig, **changed: Any) -> tuple[Tensor, dict[str, n
     return x, {n: p.numpy() for n, p in params.items()}, made.gates
 
 
-@pytest.mark.spec("GATE-GSA-D1", "GATE-ABC-D1")
-def test_gates_of_slots():
-    for name, of in (("gsa", logits.gsa), ("abc", lambda s: older.abc_gates(s.clip(-32, 32)))):
-        x, params, gates = gated(name)
-        s = x[0].numpy() @ params["slots.weight"][0].T
-        written, kept = of(s)
-        close(gates["write"][0, :, 0], torch.from_numpy(written), 1e-13)
-        close(gates["retain"][0, :, 0], torch.from_numpy(kept), 1e-13)
-
-
 @pytest.mark.spec("GATE-RAVEN-D1")
-@pytest.mark.parametrize("top", [1, 2, P, None])
+@pytest.mark.parametrize("top", [1, None])
 def test_a_router_sends_a_token_to_few_slots(top):
     config = named_rule("raven").model_copy(update={"gating": {"kind": "raven", "top": top}, "state_dtype": "float64"})
     x, params, gates = gated(config)
@@ -229,28 +219,6 @@ def test_a_router_to_more_slots_than_there_are_is_refused():
     with pytest.raises(ConfigError, match="^gating.top: a token goes to 9 slots, and there are 8, as many as a key is"):
         Memory(16, 2, {"kind": "raven", "gating": {"kind": "raven", "top": 9}})
     assert Memory(16, 2, "raven").qk_norm == "rms"
-
-
-@pytest.mark.spec("READ-SLOTS-D1", "GATE-ABC-D1")
-def test_slots_of_abc_hold_means():
-    given = draw()
-    x, params, gates = gated("abc")
-    tokens = [given[name][:1, :, :1] for name in ("q", "k", "v")]
-    y, _ = memory_scan(named_rule("abc"), *tokens, Gates(1.0, gates["retain"], write=gates["write"]))
-    q, k, v = (token[0, :, 0].numpy() for token in tokens)
-    true = older.abc(q / np.sqrt(P), k, v, (x[0].numpy() @ params["slots.weight"][0].T).clip(-32, 32))
-    close(y[0, :, 0], torch.from_numpy(true), 1e-11)
-
-
-@pytest.mark.spec("GATE-MESA-D1", "GATE-KALMA-D1")
-def test_gates_of_ridges():
-    _, params, gates = gated("gated_mesa")
-    close(gates["ridge"][0, 3], torch.from_numpy(0.25 + np.logaddexp(0, params["r"])), 1e-14)
-    lr = torch.rand(1, T, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x, params, gates = gated("gated_kalmanet", lr=lr)
-    close(gates["lr"], (lr + 1e-6) ** 2, 1e-15)
-    mix = logits.sigmoid(x[0].numpy() @ params["mix.weight"].T + params["mix.bias"])
-    close(gates["mix"][0], torch.from_numpy(mix), 1e-14)
 
 
 @pytest.mark.spec("READ-RIDGE-D1", "READ-SLOTS-D1")

@@ -11,7 +11,7 @@ from hecate.models.language_model import BlockState
 from hecate.nn import Composed, Memory
 from hecate.train import load_experiment
 from tests.models.test_language_model import GATED, config_of, model_of, tokens_of
-from tests.nn.layers import in_pieces, leaves, near, seeded
+from tests.nn.layers import drawn_alike, in_pieces, leaves, near, seeded
 
 LEVELS = [
     {"name": "fast", "memory": "titans_linear"},
@@ -26,7 +26,10 @@ LEVELS = [
         },
     },
 ]
+DELTA = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.4}, "decay_order": "before_gradient"}
 MIXERS = {
+    "plain": ({"memory": GATED, "tie_embeddings": False}, Memory, None),
+    "carry": ({"levels": [{"name": "tree", "memory": DELTA}], "composition": "carry", "carry_levels": 4}, CMS, None),
     "levels": ({"levels": LEVELS}, CMS, None),
     "gated": ({"levels": LEVELS, "composition": "independent", "aggregation": "gated"}, CMS, None),
     "self": ({"self_reference": {}}, SelfReferential, None),
@@ -38,7 +41,7 @@ MIXERS = {
 }
 
 
-@pytest.mark.spec("LM-MIXER-D1")
+@pytest.mark.spec("LM-MIXER-D1", "LM-MODEL-I1")
 @pytest.mark.parametrize("name", MIXERS)
 def test_any_split_of_every_mixer(name):
     fields, first, second = MIXERS[name]
@@ -54,7 +57,7 @@ def test_any_split_of_every_mixer(name):
     assert state[0].detach().bytes == state[0].bytes > 0
 
 
-@pytest.mark.spec("LM-MIXER-D1")
+@pytest.mark.spec("LM-MIXER-D1", "LM-MODEL-I2")
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_future_changes_nothing_and_all_learn(name):
     model, tokens = model_of(**MIXERS[name][0]), tokens_of()
@@ -69,13 +72,12 @@ def test_the_future_changes_nothing_and_all_learn(name):
 @pytest.mark.spec("NN-MEM-I13")
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of norms under autocast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", ["plain", *MIXERS])
+@pytest.mark.parametrize("name", MIXERS)
 @torch.no_grad()
 def test_a_token_alone_has_the_bits_of_the_long_way_and_is_heard(name, dtype, monkeypatch):
     """A part with a hook is called as torch calls modules, which is the long way."""
     monkeypatch.setattr("hecate.nn.blocks.load_kernels", lambda name: None)
-    fields = {"memory": GATED} if name == "plain" else MIXERS[name][0]
-    model, tokens = model_of(**fields, dtype=dtype), tokens_of(length=11)
+    model, tokens = model_of(**MIXERS[name][0], dtype=dtype), tokens_of(length=11)
     _, state = model(tokens[:, :5])
     taken, long = [], model.blocks[0]._token
     model.blocks[0]._token = lambda *given: taken.append(long(*given) is not None) or long(*given)
@@ -126,11 +128,16 @@ def test_the_levels_stand_around_the_blocks_formula():
     near(model(tokens)[0], model.norm(x) @ model.embedding.weight.mT)
 
 
-def test_draws_and_meta():
-    model = model_of(**MIXERS["hope"][0])
-    empty = model_of(9, device="meta", **MIXERS["hope"][0]).to_empty(device="cpu")
-    empty.reset_parameters(seeded())
-    near(empty.state_dict(), model.state_dict(), 0.0)
+@pytest.mark.spec("LM-MODEL-I4")
+@pytest.mark.parametrize("name", ["plain", "hope"])
+def test_draws(name):
+    model = drawn_alike(lambda seed=0, **how: model_of(seed, **MIXERS[name][0], **how))
+    wide, narrow = model.state_dict(), model_of(**MIXERS[name][0], dtype=torch.bfloat16).state_dict()
+    near(dict(narrow), {key: item.bfloat16() for key, item in wide.items()}, 0.0)
+    first, second = model.blocks
+    assert not torch.equal(first.memory.out.weight, second.memory.out.weight)
+    with torch.device("meta"):
+        assert {item.device.type for item in model_of().parameters()} == {"meta"}
 
 
 REFUSED = {

@@ -92,7 +92,7 @@ FAULTS = [
     ),
     *_of(
         "nn",
-        "tests/nn/test_published_layers.py",
+        "tests/nn/test_one_token.py",
         ("conv", "silu(total) if self.activation else total, torch.cat", "silu(total), torch.cat"),
     ),
     *_of(
@@ -116,7 +116,7 @@ FAULTS = [
     ),
     *_of(
         "nn",
-        "tests/nn/test_channel_gates.py",
+        "tests/nn/test_channel_gates.py tests/nn/test_published_layers.py",
         ("gates", "torch.exp(-rate * softplus(logit))", "torch.exp(-softplus(logit))"),
         ("gates", "torch.exp(logsigmoid(logit) / ROOT)", "torch.sigmoid(logit)"),
         ("gates", "overwrite(bias, rate_start(tuple(bias.shape), source, *STEPS))", "nn.init.zeros_(bias)"),

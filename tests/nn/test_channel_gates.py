@@ -5,16 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.cms import CMS, SelfReferential
 from hecate.errors import ConfigError
-from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.nn import GateHeads, Memory
 from tests.nn.layers import in_pieces, inputs, near, same_memory, seeded
-from tests.reference import papers
-from tests.reference.memory import elu
 
 D, HEADS, D_KEY = 12, 2, 6
 RULES = ["kda", "gla"]
@@ -31,87 +27,19 @@ def built(rule, *, shake=1.0, config=None, **options):
     return layer
 
 
-def by_hand(rule, gates, x):
-    """retain `[T, H P]` of x `[T, d]` as printed, in numpy."""
-    p = {name: item.detach().numpy() for name, item in gates.state_dict().items()}
-    logit = x @ (p["weight.retain"] @ p["retain.down"]).T + p["bias.retain"]
-    if rule == "gla":
-        return (1 / (1 + np.exp(-logit))) ** (1 / 16)
-    rate = np.repeat(np.exp(p["retain.rate"]), logit.shape[1] // HEADS)
-    return np.exp(-rate * np.log1p(np.exp(logit)))
-
-
-def transcribed(rule, layer, x, phi=lambda z: z):
-    """Answers `[T, H, V]` of the paper's recurrence with the layer's own projections and gates."""
-    unit = lambda z: z / np.linalg.norm(z, axis=-1, keepdims=True)  # noqa: E731
-    mixed = (x @ layer.qkv.weight.detach().numpy().T).reshape(len(x), 3, HEADS, D_KEY)
-    retain = by_hand(rule, layer.gates, x).reshape(len(x), HEADS, -1)
-    reads = []
-    for h in range(HEADS):
-        q, k, v = mixed[:, 0, h], mixed[:, 1, h], mixed[:, 2, h]
-        if rule == "kda":
-            logit = x @ layer.gates.weight["lr"][h].detach().numpy() + layer.gates.bias["lr"][h].item()
-            q, k = unit(phi(unit(q))), unit(phi(unit(k)))
-            reads.append(papers.kda(q, k, v, retain[:, h], 1 / (1 + np.exp(-logit)))[0])
-        else:  # neither unit lengths nor lr
-            reads.append(papers.gla(phi(q) * D_KEY**-0.5, phi(k), v, retain[:, h])[0])
-    return np.stack(reads, 1)
-
-
-@pytest.mark.spec("NN-GATE-D2")
-@every
-@pytest.mark.parametrize("phi", ["identity", "elu", "crelu"])
-def test_the_layer_is_the_paper_with_gates_of_its_own(rule, phi):
-    config = named_rule(rule).model_copy(update={"feature_map": phi})
-    layer = built(rule, config=config, conv_kernel=0, output_gate=False)
-    layer.out = torch.nn.Identity()
-    torch.nn.init.ones_(layer.norm)
-    x = inputs(1, 40)
-    retain = layer.gates(x).retain
-    width = config.feature_map.output_dim(D_KEY)
-    assert retain.shape == (1, 40, HEADS, width)
-    assert retain.std(1).min() > 1e-4 and retain.std(3).min() > 1e-4
-    maps = {"identity": lambda z: z, "elu": elu, "crelu": crelu}
-    expected = torch.tensor(transcribed(rule, layer, x[0].numpy(), maps[phi]))
-    expected = torch.nn.functional.rms_norm(expected, (D_KEY,), eps=1e-6)
-    for engine in ("auto", "sequential", "parallel"):
-        layer.engine = engine
-        near(layer(x)[0][0].unflatten(-1, (HEADS, -1)), expected, 1e-10)
-
-
-def crelu(z):
-    return np.concatenate([np.maximum(z, 0), np.maximum(-z, 0)], -1)
-
-
-@pytest.mark.spec("NN-GATE-D2")
-def test_the_names_mean_something():
-    """kda is not gated_delta and gla not retnet: in a layer, a level, a box and from YAML."""
-    for rule, scalar in (("kda", "gated_delta"), ("gla", "retnet")):
-        assert named_rule(rule) != named_rule(scalar)
-        text = f"{{memory: {rule}, d_model: 12, heads: 2, layers: 1, vocab_size: 5}}"
-        layers = [
-            (Memory(D, HEADS, named_rule(name)) for name in (rule, scalar)),
-            (CMS(D, HEADS, {"levels": [{"name": "a", "memory": name}]}) for name in (rule, scalar)),
-            (SelfReferential(D, HEADS, {"memory": name}) for name in (rule, scalar)),
-            (
-                LanguageModel(LanguageModelConfig.model_validate(fields))
-                for fields in (yaml.safe_load(text.replace(rule, name)) for name in (rule, scalar))
-            ),
-        ]
-        for pair in layers:
-            channels, head = ({n: p.shape for n, p in part.named_parameters()} for part in pair)
-            assert set(channels) > set(head)
-            wider = {name for name in head if channels[name] != head[name]}
-            assert {name.rpartition(".")[2] for name in wider} == ({"retain"} if rule == "kda" else set())
-            assert sum(map(math.prod, channels.values())) > sum(map(math.prod, head.values()))
-
-
 @pytest.mark.spec("NN-GATE-D2", "NN-MEM-I1")
 @every
-@pytest.mark.parametrize("firing", ["always", "learned"])
-def test_any_split_and_every_gradient(rule, firing):
-    layer, x = built(rule, firing=firing), inputs(2, 9)
+@pytest.mark.parametrize("phi", ["identity", "elu", "crelu"])
+def test_any_split_engine_and_gradient(rule, phi):
+    """A gate for every feature, of which there may be more than a key has numbers; with a firing gate beside it."""
+    config = named_rule(rule).model_copy(update={"feature_map": phi})
+    layer, x = built(rule, config=config, firing="learned"), inputs(2, 9)
+    retain = layer.gates(x).retain
+    assert retain.shape == (2, 9, HEADS, config.feature_map.output_dim(D_KEY)) and retain.std(3).max() > 1e-4
     y, state = layer(x)
+    for engine in ("sequential", "parallel"):
+        layer.engine = engine
+        near(layer(x)[0], y, 1e-10)
     pieces, last = in_pieces(layer, x, [1, 4, 4])
     near(pieces, y)
     same_memory(last, state)

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import AttentionConfig, Composed, Memory
 from tests.nn.attentions import CONFIGS, D_MODEL, HEADS, HebbianLayer, composed_of, hebbian_of, masks_of, reference_of
-from tests.nn.layers import in_pieces, leaves, near, seeded, untouched
+from tests.nn.layers import drawn_alike, in_pieces, leaves, near, seeded, untouched
 from tests.nn.layers import inputs as narrow
 from tests.reference.attention import gate, mac, sliding
 
@@ -147,33 +147,17 @@ def test_the_layer_is_of_the_protocol_itself():
 
 
 @pytest.mark.spec("ATT-SLIDE-I4")
-@pytest.mark.parametrize("name", ["mag", "mal", "mac"])
-def test_autocast(name):
-    layer, x = composed_of(name, shake=0.0).float(), inputs().float()
-    expected, _ = layer(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, state = in_pieces(layer, x, [3, 6])
-    y.float().square().sum().backward()
-    assert all(torch.isfinite(item.grad).all() for item in layer.parameters())
-    assert state.memory.memory.memory["weight"].dtype == torch.float32
-    # Attention, memory and gate each round about six times.
-    near(y.float() / expected.norm(), expected / expected.norm(), 18 * 2**-8)
-
-
-@pytest.mark.spec("ATT-SLIDE-I4")
 @every_memory
-def test_meta_then_materialised_equals_built(name):
-    def built(device):
-        source = seeded()
-        memory = Memory(D_MODEL, 2, generator=seeded(), device=device)
-        layer = Composed(D_MODEL, HEADS, CONFIGS[name], memory, generator=source, device=device).to_empty(device="cpu")
-        layer.reset_parameters(seeded())
+def test_draws_copies_and_meta(name):
+    def built(seed=0, **how):
+        source = seeded(seed)
+        memory = Memory(D_MODEL, 2, generator=source, **how)
+        layer = Composed(D_MODEL, HEADS, CONFIGS[name], memory, generator=source, **how)
+        if not how:
+            layer.reset_parameters(seeded(seed))  # which draws the memory first, too
         return layer
 
-    before = torch.get_rng_state()
-    near(built("meta").state_dict(), built("cpu").state_dict(), 0.0)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert f"kind={CONFIGS[name]['kind']}" in repr(built("cpu"))
+    assert f"kind={CONFIGS[name]['kind']}" in repr(drawn_alike(built))
 
 
 def test_config_round_trip():

@@ -29,17 +29,6 @@ def loop(weight, x, document):
     return y / (1 + np.exp(-y))
 
 
-@pytest.mark.spec("NN-CONV-D1")
-@pytest.mark.parametrize("kernel", [2, 3, 4, 9])
-def test_against_a_loop(kernel):
-    conv, x = conv_of(kernel), inputs(width=3)
-    y, state = conv(x)
-    weight = conv.weight.detach().numpy()
-    near(y, torch.from_numpy(np.stack([loop(weight, row, np.zeros(7)) for row in x.numpy()])))
-    padded = torch.cat([torch.zeros(2, kernel, 3), x], 1)
-    near(state, padded[:, -(kernel - 1) :], 0.0)
-
-
 @pytest.mark.spec("NN-CONV-I3")
 def test_starts_near_the_identity():
     conv = ShortConv(1000, 4)

@@ -4,11 +4,10 @@ import warnings
 
 import pytest
 import torch
-import yaml
 
 from hecate.engine import memory_features, memory_scan
 from hecate.errors import ConfigError, ShapeError, StabilityWarning
-from hecate.models import LanguageModel, LanguageModelConfig
+from hecate.models import LanguageModelConfig
 from hecate.nn import Memory, normalise_qk
 from tests.nn.layers import inputs, layer_of, near, same_memory, seeded, untouched
 
@@ -102,43 +101,10 @@ def test_what_does_not_fit_is_refused():
         with_it(inputs(), without(inputs())[1])
     with pytest.raises(ConfigError, match="cannot run this memory exactly"):
         Memory(12, 2, OUTER, feature_memory=INNERS["deep"], engine="parallel")
+    with pytest.raises(ConfigError, match="feature_memory"):
+        LanguageModelConfig(feature_memory={"feature_map": {"kind": "tensor_product", "maps": ["identity"] * 4}})
     with pytest.warns(StabilityWarning, match=r"'m \(features\)'.*'elu'"):
         Memory(64, 2, OUTER, feature_memory={"feature_map": "elu"}, name="m", generator=seeded())
     with warnings.catch_warnings():  # an outer delta rule without key_norm stays safe behind it
         warnings.simplefilter("error")
         Memory(12, 2, {}, feature_memory={}, generator=seeded())
-
-
-@pytest.mark.spec("NN-FEAT-I1", "LM-MODEL-I6")
-def test_a_language_model_from_yaml_learns_and_trains_its_features():
-    text = """
-    vocab_size: 8
-    d_model: 16
-    layers: 1
-    heads: 2
-    memory: {kind: gated_delta}
-    feature_memory: delta
-    """
-    config = LanguageModelConfig.model_validate(yaml.safe_load(text))
-    assert LanguageModelConfig.model_validate(config.model_dump(mode="json")) == config
-    model = LanguageModel(config, generator=seeded())
-    before = {n: p.detach().clone() for n, p in model.named_parameters() if "feature_memory" in n}
-    pattern = torch.randint(8, (4, 8), generator=seeded(1)).repeat(1, 3)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        logits, _ = model(pattern[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), pattern[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert float(loss.detach()) < 1.0
-    after = dict(model.named_parameters())
-    assert before and all(float((after[n] - p).detach().norm()) > 1e-2 for n, p in before.items())
-    tokens, state, rows = pattern[:, :5], None, []
-    for token in tokens.unbind(1):
-        y, state = model(token.unsqueeze(1), state)
-        rows.append(y)
-    near(torch.cat(rows, 1), model(tokens)[0], 1e-10)
-    with pytest.raises(ConfigError, match="feature_memory"):
-        LanguageModelConfig(feature_memory={"feature_map": {"kind": "tensor_product", "maps": [
-            "identity", "identity", "identity", "identity"]}})  # fmt: skip

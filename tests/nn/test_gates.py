@@ -1,7 +1,5 @@
 """Gates start where the documents say, and the memory forgets as fast as they promise."""
 
-import math
-
 import pytest
 import torch
 
@@ -52,55 +50,6 @@ def test_a_gate_at_its_end_can_still_move(start):
     near(retain, torch.full((2, 7, 2), abs(start - 1e-4)))
     retain.sum().backward()
     assert gates.bias["retain"].grad.abs().min() > 1e-5
-
-
-@pytest.mark.spec("NN-GATE-D1")
-def test_formula_per_head():
-    gates = gates_of({"algorithm": {"kind": "momentum", "lr": 3.0}, "retention": "decay"})
-    with torch.no_grad():
-        for parameter in gates.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=seeded()))
-    x = inputs()
-    for name, top in (("lr", 3.0), ("retain", 1.0), ("momentum", 1.0)):
-        expected = torch.zeros(2, 7, 2)
-        for head in range(2):
-            logit = (x * gates.weight[name][head]).sum(-1) + gates.bias[name][head]
-            expected[..., head] = top / (1 + (-logit).exp())
-        near(getattr(gates(x), name), expected)
-
-
-def stored_after(config, tokens):
-    """The answer to a stored key after each of so many empty tokens, `[tokens, B, H, V]`."""
-    layer = Memory(12, 2, config, conv_kernel=0, generator=seeded())
-    x = torch.cat([inputs(2, 1), torch.zeros(2, tokens, 12)], 1)
-    key = layer.qkv(x[:, 0])[:, 12:24].unflatten(-1, (2, 6))
-    key = key / key.norm(dim=-1, keepdim=True)
-    state, found = None, []
-    for t in range(x.shape[1]):
-        _, state = layer(x[:, t : t + 1], state)
-        found.append((state.memory.memory["weight"] @ key.unsqueeze(-1)).squeeze(-1))
-    value = layer.qkv(x[:, 0])[:, 24:].unflatten(-1, (2, 6))
-    return torch.stack(found).detach(), value.detach()
-
-
-@pytest.mark.spec("NN-GATE-I2")
-@pytest.mark.parametrize("bias", ["l2", "dot"])
-@pytest.mark.parametrize("retain", [0.5 ** (1 / 8), 0.99])
-def test_half_life_at_initialisation(bias, retain):
-    config = {"bias": bias, "retention": {"kind": "decay", "retain": retain}}
-    half_life = round(math.log(0.5) / math.log(retain))
-    found, value = stored_after(config, half_life)
-    near(found[0], 0.5 * value, 1e-11)  # lr starts at half of its ceiling 1
-    for n in range(half_life + 1):
-        near(found[n], retain**n * found[0])
-    assert (found[-1] / found[0] - 0.5).abs().max() < 0.5 * (1 - retain)
-
-
-@pytest.mark.spec("NN-GATE-I2")
-def test_momentum_does_not_change_how_much_is_stored():
-    config = {"bias": "dot", "algorithm": {"kind": "momentum", "lr": 0.8}}
-    found, value = stored_after(config, 300)
-    near(found[-1], 0.4 * value, 1e-11)
 
 
 @pytest.mark.spec("NN-GATE-I1")

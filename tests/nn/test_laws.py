@@ -6,6 +6,7 @@ state after them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
@@ -20,11 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from hecate import MemoryConfig
+from hecate.nn import SlidingAttention
 from tests.cms import common as cms
 from tests.cms import test_carry as carry
 from tests.cms import test_local as local
 from tests.cms import test_self_referential as self_referential
 from tests.nn import test_memory_as_phi as as_phi
+from tests.nn import test_performer as performer
 from tests.nn.attentions import CONFIGS, composed_of, masks_of, sliding_of
 from tests.nn.layers import in_pieces, layer_of, leaves, near, rules, seeded
 from tests.nn.test_feature_memory import INNERS, OUTER
@@ -42,6 +45,10 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     **{f"phi {name}": partial(as_phi.built, name) for name in as_phi.INNERS},
     **{f"linear {name}": partial(linear, **options) for name, options in STREAMS.items()},
     **{f"all {name}": partial(linear, causal=False, **options) for name, options in STREAMS.items()},
+    **{
+        f"performer {name}": partial(performer.layer_of, **performer.KERNELS[name])
+        for name in ("positive", "hyperbolic", "sqrt")
+    },
     **{f"sliding {name}": partial(sliding_of, **options) for name, options in SLIDING.items()},
     **{f"composed {name}": partial(composed_of, name) for name in CONFIGS},
     **{f"cms {'-'.join(join)}": partial(cms.cms_of, *join) for join in cms.JOINS},
@@ -100,7 +107,7 @@ ROWS = st.none() | st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LEN
 
 @pytest.mark.spec("NN-MEM-I1", "NN-CONV-I1", "NN-MEM-I3", "NN-MEM-I4", "NN-FEAT-I1", "LIN-ATT-I2")
 @pytest.mark.spec("ATT-SLIDE-I1", "ATT-SLIDE-I2", "ATT-COMP-I1", "CMS-LAYER-I1", "CMS-NEST-I1", "SELF-LAYER-I1")
-@pytest.mark.spec("NN-FEAT-D2", "CMS-CARRY-I1", "CMS-TNT-I1")
+@pytest.mark.spec("NN-FEAT-D2", "CMS-CARRY-I1", "CMS-TNT-I1", "GATE-STATE-I1")
 @ordered
 @settings(max_examples=4)
 @given(cuts=st.lists(st.integers(0, LENGTH), min_size=1, max_size=LENGTH), write=ROWS, reset=ROWS)
@@ -225,11 +232,59 @@ def test_per_sample_gradients(name: str) -> None:
         near([item[index] for item in together.values()], list(alone), 1e-9)
 
 
+# Layers fresh from their initialisation; the part of a state that stays in float32; and how often a number is rounded
+# between x and y: by projections, convolutions, norms, gates and what is answered.
+LOW: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], int]] = {
+    "memory": (partial(layer_of, WEIGHED, shake=0.0), lambda state: state.memory, 10),
+    "memory, sequential": (partial(layer_of, WEIGHED, shake=0.0, engine="sequential"), lambda state: state.memory, 10),
+    "memory without taps": (partial(layer_of, WEIGHED, shake=0.0, conv_kernel=0), lambda state: state.memory, 10),
+    "linear": (partial(linear, shake=0.0), lambda state: state, 6),
+    "all linear": (partial(linear, shake=0.0, causal=False), lambda state: state, 6),
+    "sliding": (lambda: SlidingAttention(16, 2, window=6, persistent=1, generator=seeded()), lambda state: (), 6),
+    **{
+        f"composed {kind}": (partial(composed_of, kind, shake=0.0), lambda state: state.memory.memory.memory, 18)
+        for kind in ("mag", "mal", "mac")
+    },
+    "self far": (
+        lambda: self_referential.layer_of(self_referential.config_of("far"), shake=0.0), lambda state: state.boxes, 12
+    ),
+    "cms local": (
+        partial(local.two_scales, "sum", shake=0.0),
+        lambda state: [level.memory for level in state.levels],
+        30,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.spec("NN-MEM-I12", "ATT-SLIDE-I4", "LIN-ATT-I1", "LIN-ATT-I6", "SELF-LAYER-I2", "CMS-TNT-I1")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LOW)
+def test_low_precision_by_autocast_and_by_the_module(name: str, dtype: torch.dtype) -> None:
+    build, held, roundings = LOW[name]
+    layer, tolerance = build().float(), roundings * torch.finfo(dtype).eps
+    x = inputs(layer, length=32).float()
+    expected, _ = layer(x)
+    size = expected.norm()
+    with torch.autocast("cpu", dtype=dtype):
+        first, state = layer(x[:, :9])
+        rough = [layer(x)[0]] if name.startswith("all") else [first, layer(x[:, 9:], state)[0]]
+    y = torch.cat(rough, 1).float()
+    near(y / size, expected / size, tolerance)
+    assert {item.dtype for item in leaves(held(state)) if item.is_floating_point()} <= {torch.float32}
+    y.square().mean().backward()
+    assert {item.grad.dtype for item in layer.parameters()} == {torch.float32}
+    low, after = copy.deepcopy(layer).to(dtype)(x.to(dtype))
+    assert low.dtype == dtype
+    assert {item.dtype for item in leaves(held(after)) if item.is_floating_point()} <= {torch.float32}
+    near(low.float() / size, expected / size, tolerance)
+
+
 COMPILED = [
     "memory, parallel", "features delta", "linear elu", "sliding narrow", "self far",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "memory, sequential", "all string", "all decay", "sliding full", "composed mag", "linear cosformer",
-        "linear decay", "composed mal_paper", "memory deep", "cms independent-gated", "self chunks")),
+        "memory, sequential", "performer positive", "all string", "all decay", "sliding full", "composed mag",
+        "linear cosformer", "linear decay", "composed mal_paper", "memory deep", "cms independent-gated",
+        "self chunks")),
 ]  # fmt: skip
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hecate import MemoryConfig
-from hecate.cms import CMS
 from hecate.errors import ConfigError
 from hecate.nn import Memory
 from tests.nn.layers import in_pieces, seeded
@@ -245,22 +244,6 @@ def test_without_options_a_layer_is_what_it_was():
     assert "layer_options" not in MemoryConfig().model_dump()
     config = MemoryConfig(layer_options={"key_heads": 2, "output": {"gate": "sigmoid"}})
     assert MemoryConfig.model_validate_json(config.model_dump_json()) == config
-
-
-def test_levels_take_them():
-    options = {"key_heads": 1, "output": {"gate": "sigmoid", "norm": {"place": "after_gate"}}, "qk_eps": 1e-6}
-    level = {"name": "a", "period": 2, "memory": {**RULE, "key_norm": "l2", "layer_options": options}}
-    cms = CMS(12, 2, {"levels": [level]}, generator=seeded())
-    x = torch.randn(1, 4, 12, generator=seeded(1))
-    cms(x)[0].sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in cms.parameters() if p.dim() > 1)
-
-
-@pytest.mark.slow
-def test_one_graph():
-    layer = layer_of({"key_heads": 1, "output": {"gate": "sigmoid", "norm": {"place": "after_gate"}}, "qk_eps": 1e-6})
-    graph = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    close([graph(tokens())[0]], [layer(tokens())[0]])
 
 
 REFUSED: dict[str, dict[str, Any]] = {

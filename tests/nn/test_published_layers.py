@@ -55,7 +55,10 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).detach().norm() / expected.detach().norm())
 
 
-@pytest.mark.spec("RULE-NAMED-R3", "NN-MEM-D1")
+@pytest.mark.spec("RULE-NAMED-R3", "NN-MEM-D1", "GATE-RWKV-D1", "GATE-COMBA-D1", "GATE-MDN-D1", "GATE-LARGE-D1")
+@pytest.mark.spec("GATE-MAMBA-D1", "GATE-MAMBA2-D1", "GATE-MLSTM-D1", "GATE-TIED-D1", "GATE-HEADS-D1", "GATE-GSA-D1")
+@pytest.mark.spec("GATE-ABC-D1", "READ-SLOTS-D1", "GATE-MESA-D1", "GATE-KALMA-D1", "GATE-CURV-D1", "GATE-OSDN-D1")
+@pytest.mark.spec("NN-CONV-D1", "NN-GATE-D1", "NN-GATE-D2")
 @pytest.mark.parametrize("rule", RULES)
 def test_the_default_layer_is_the_published_one_but_for_what_the_rule_says(rule):
     """Values, and the gradients of the input and of every weight. 1e-10: rounding of some 70 steps, whose products

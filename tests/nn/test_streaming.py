@@ -3,24 +3,10 @@
 import pytest
 import torch
 
-from tests.nn.layers import in_pieces, inputs, layer_of, near, rules, same_memory
-from tests.phi.examples import examples, named
+from tests.nn.layers import inputs, layer_of, near, rules, same_memory
 
 RULES = rules()
 LENGTH = 7
-
-
-@pytest.mark.spec("NN-MEM-I1")
-@pytest.mark.parametrize("feature_map", examples(), ids=named)
-def test_token_by_token_with_every_feature_map(feature_map):
-    config = {"feature_map": feature_map, "key_norm": "l2", "retention": "decay"}
-    layer, x = layer_of(config), inputs(length=LENGTH)
-    reset = torch.zeros(2, LENGTH, dtype=torch.bool)
-    reset[0, 3] = True
-    y, state = layer(x, reset_mask=reset)
-    pieces, last = in_pieces(layer, x, [*range(LENGTH), 3], reset_mask=reset)
-    near(pieces, y, what="y")
-    same_memory(last, state)
 
 
 @pytest.mark.spec("NN-MEM-I3")

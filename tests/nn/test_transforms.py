@@ -1,13 +1,11 @@
 """Gradients, precision and torch's transforms."""
 
-import copy
-
 import pytest
 import torch
 
 from hecate import phi
 from hecate.nn import Memory
-from tests.nn.layers import inputs, layer_of, leaves, near, rules, seeded, untouched
+from tests.nn.layers import inputs, layer_of, near, rules, seeded, untouched
 from tests.phi.examples import examples, named
 
 DELTA = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
@@ -67,45 +65,6 @@ def test_ensembles():
 
     y = torch.func.vmap(call)(parameters, buffers)
     near(y, torch.stack([layer(x)[0] for layer in layers]))
-
-
-@pytest.mark.spec("NN-MEM-I12")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("conv_kernel", [0, 4])
-def test_autocast_keeps_the_state_in_float32(dtype, conv_kernel):
-    layer = layer_of(DELTA, dtype=torch.float32, conv_kernel=conv_kernel, shake=0.0)
-    x = inputs(length=32).float()
-    y, state = layer(x)
-    with torch.autocast("cpu", dtype=dtype):
-        rough, rough_state = layer(x)
-        pieces = [layer(x[:, :9])]
-        pieces.append(layer(x[:, 9:], pieces[0][1]))
-    rough.float().square().mean().backward()
-    floats = [item for item in leaves(rough_state.memory) if item.is_floating_point()]
-    assert {item.dtype for item in floats} == {torch.float32}
-    assert {item.grad.dtype for item in layer.parameters()} == {torch.float32}
-    # Half a dozen roundings of relative size eps between x and y, not all in one direction.
-    tolerance = 6 * torch.finfo(dtype).eps
-    near(rough.float() / y.norm(), y / y.norm(), tolerance)
-    scale = leaves(state.memory.memory)[0].norm()
-    near(leaves(rough_state.memory.memory)[0] / scale, leaves(state.memory.memory)[0] / scale, tolerance)
-    near(torch.cat([item[0] for item in pieces], 1).float() / y.norm(), y / y.norm(), tolerance)
-
-
-@pytest.mark.spec("NN-MEM-I12")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@every_engine
-def test_low_precision_module(dtype, engine):
-    wide = layer_of(DELTA, shake=0.0, engine=engine)
-    layer, x = copy.deepcopy(wide).to(dtype), inputs(length=32)
-    y, state = layer(x.to(dtype))
-    y.float().square().mean().backward()
-    assert y.dtype == dtype and state.conv.dtype == dtype
-    assert {item.dtype for item in leaves(state.memory.memory)} == {torch.float32}
-    assert all(torch.isfinite(item.grad).all() for item in layer.parameters())
-    expected, _ = wide(x)
-    # Parameters, inputs and about ten intermediate values are rounded.
-    near(y.double() / expected.norm(), expected / expected.norm(), 10 * torch.finfo(dtype).eps)
 
 
 def test_module_moves_and_is_seeded(device):

@@ -7,7 +7,6 @@ imported the list of errors, are those of torch's test suite (`OptimizerInfo`).
 from __future__ import annotations
 
 import gc
-import inspect
 import io
 import pickle
 import warnings
@@ -22,7 +21,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 @dataclass(frozen=True)
@@ -248,16 +246,6 @@ def check_draws_no_random_numbers(rule: Rule) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def check_zero_grad(rule: Rule) -> None:
-    params = parameters(rule)
-    optimizer = rule(params)
-    feed(params, 0)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(not p.grad.any() for p in params)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in params)
-
-
 # Errors.
 
 
@@ -300,11 +288,6 @@ def check_complex(rule: Rule) -> None:
 
 
 # State and copies.
-
-
-def check_can_be_printed(rule: Rule) -> None:
-    text = repr(rule(parameters(rule)))
-    assert "Parameter Group 0" in text and "lr" in text
 
 
 def check_state_exists_after_a_step(rule: Rule) -> None:
@@ -377,22 +360,6 @@ def check_is_collected(rule: Rule) -> None:
 
 
 # Hooks.
-
-
-def check_step_hooks(rule: Rule) -> None:
-    params, order = parameters(rule), []
-    optimizer = rule(params)
-    handles = [
-        register_optimizer_step_pre_hook(lambda *_: order.append("global before")),
-        register_optimizer_step_post_hook(lambda *_: order.append("global after")),
-        optimizer.register_step_pre_hook(lambda *_: order.append("before")),
-        optimizer.register_step_post_hook(lambda *_: order.append("after")),
-    ]
-    run(optimizer, params, 1)
-    for handle in handles:
-        handle.remove()
-    run(optimizer, params, 1)
-    assert order == ["global before", "before", "after", "global after"]
 
 
 def check_state_dict_hooks(rule: Rule) -> None:
@@ -473,11 +440,6 @@ def check_clipping(rule: Rule) -> None:
     torch.nn.utils.clip_grad_norm_(params, 1.0)
     optimizer.step()
     assert all(torch.isfinite(p).all() for p in params)
-
-
-def check_signature(rule: Rule) -> None:
-    names = list(inspect.signature(rule.cls).parameters)
-    assert names[:2] == ["params", "lr"]
 
 
 def check_float32(rule: Rule) -> None:

@@ -48,18 +48,6 @@ def equal(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.spec("OPT-BASE-I1")
-@every
-def test_state_exists_at_construction(name):
-    module = model()
-    optimizer = optimizer_of(name, module)
-    fresh = {k: {n: t.shape for n, t in s.items()} for k, s in optimizer.state_dict()["state"].items()}
-    assert len(fresh) == 4
-    advance(module, optimizer)
-    later = {k: {n: t.shape for n, t in s.items()} for k, s in optimizer.state_dict()["state"].items()}
-    assert fresh == later
-
-
 @pytest.mark.parametrize("cls", [PhiMomentum, KernelMomentum, DeltaMomentum, DeepMomentum, M3, Muon, DGD])
 def test_a_group_holds_the_arguments(cls):
     arguments = set(inspect.signature(cls).parameters)
@@ -185,48 +173,113 @@ def test_what_is_not_offered_is_refused_by_name():
         optimizer.step()
 
 
-REFUSED = [
-    ({"lr": float("nan")}, "lr must be a finite number"),
-    ({"lr": float("inf")}, "lr must be a finite number"),
-    ({"momentum": 1.5}, "momentum .* at most 1"),
-    ({"form": "paper"}, "form must be one of"),
-    ({"foreach": True, "differentiable": True}, "exclude each other"),
-    ({"nesterov": True, "dampening": 0.1}, "dampening 0"),
-    ({"form": "hope", "orthogonalize": True}, "use form 'torch'"),
-    ({"space": "phi", "guard": "skip"}, "guard judges"),
-    ({"phi_lr": 0.1}, "'identity' has none"),
-    ({"feature_map": "cosformer"}, "no position"),
-    ({"feature_map": phi.Linear(d_phi=2), "lift": "identity"}, "makes 2 of 4"),
-    ({"feature_map": "elu", "lift": "prefix"}, "features of degree 1"),
-    ({"lift": "callable"}, "pass it as lift="),
-    ({"feature_map": phi.RandomFourier(d_phi=8), "input_scale": "none"}, r"misses \d\.\d+ of a Gaussian row of 4"),
-    ({"differentiable": True, "precondition": "kronecker"}, "does not reach through"),
-    ({"feature_map": "eluu"}, "elu"),
-    ({"decoupled": "no"}, "decoupled must be one of"),
-    ({"maximize": "yes"}, "maximize must be one of"),
-    ({"foreach": "fast"}, "foreach must be one of"),
-    ({"odd": "auto"}, "odd must be one of"),
-    ({"feature_map": phi.Linear(d_phi=8), "phi_params": {4: {}}}, "phi_params must map"),
-    ({"phi_params": {"4": {"learned": {}, "frozen": {}}}}, "phi_params must map"),
-    ({"seed": "x"}, "seed must be an integer"),
-    ({"seed": 1 << 70}, "seed must be an integer"),
-    ({"orthogonalize": "quintic"}, "orthogonalize must be a bool or fields"),
-    ({"orthogonalize": {"momentum": 0.5}}, "orthogonalize has no momentum, got 0.5"),
-    ({"orthogonalize": {"stepz": 5}}, "Did you mean 'steps'"),
-    ({"retain": 0.9}, "retain=0.9 acts with precondition 'diagonal' or 'kronecker' alone"),
-    ({"eps": 1e-6}, "eps=1e-06 acts with precondition"),
-    ({"eps": 0.0, "precondition": "diagonal"}, "eps must be above 0 with precondition 'diagonal'"),
-    ({"forget": 0.5}, "forget=0.5 acts with lift 'learned' alone"),
-    ({"ridge": 1e-3, "feature_map": "tanh"}, "ridge=0.001 acts with lift 'pinv' or 'learned'"),
-    ({"max_decode_error": 0.1, "feature_map": "tanh"}, "max_decode_error=0.1 acts with lift 'pinv' alone"),
-]
+REFUSED = {
+    PhiMomentum: [
+        ({"lr": float("nan")}, "lr must be a finite number"),
+        ({"lr": float("inf")}, "lr must be a finite number"),
+        ({"momentum": 1.5}, "momentum .* at most 1"),
+        ({"form": "paper"}, "form must be one of"),
+        ({"foreach": True, "differentiable": True}, "exclude each other"),
+        ({"nesterov": True, "dampening": 0.1}, "dampening 0"),
+        ({"form": "hope", "orthogonalize": True}, "use form 'torch'"),
+        ({"space": "phi", "guard": "skip"}, "guard judges"),
+        ({"phi_lr": 0.1}, "'identity' has none"),
+        ({"feature_map": "cosformer"}, "no position"),
+        ({"feature_map": phi.Linear(d_phi=2), "lift": "identity"}, "makes 2 of 4"),
+        ({"feature_map": "elu", "lift": "prefix"}, "features of degree 1"),
+        ({"lift": "callable"}, "pass it as lift="),
+        ({"feature_map": phi.RandomFourier(d_phi=8), "input_scale": "none"}, r"misses \d\.\d+ of a Gaussian row of 4"),
+        ({"differentiable": True, "precondition": "kronecker"}, "does not reach through"),
+        ({"feature_map": "eluu"}, "elu"),
+        ({"decoupled": "no"}, "decoupled must be one of"),
+        ({"maximize": "yes"}, "maximize must be one of"),
+        ({"foreach": "fast"}, "foreach must be one of"),
+        ({"odd": "auto"}, "odd must be one of"),
+        ({"feature_map": phi.Linear(d_phi=8), "phi_params": {4: {}}}, "phi_params must map"),
+        ({"phi_params": {"4": {"learned": {}, "frozen": {}}}}, "phi_params must map"),
+        ({"seed": "x"}, "seed must be an integer"),
+        ({"seed": 1 << 70}, "seed must be an integer"),
+        ({"orthogonalize": "quintic"}, "orthogonalize must be a bool or fields"),
+        ({"orthogonalize": {"momentum": 0.5}}, "orthogonalize has no momentum, got 0.5"),
+        ({"orthogonalize": {"stepz": 5}}, "Did you mean 'steps'"),
+        ({"retain": 0.9}, "retain=0.9 acts with precondition 'diagonal' or 'kronecker' alone"),
+        ({"eps": 1e-6}, "eps=1e-06 acts with precondition"),
+        ({"eps": 0.0, "precondition": "diagonal"}, "eps must be above 0 with precondition 'diagonal'"),
+        ({"forget": 0.5}, "forget=0.5 acts with lift 'learned' alone"),
+        ({"ridge": 1e-3, "feature_map": "tanh"}, "ridge=0.001 acts with lift 'pinv' or 'learned'"),
+        ({"max_decode_error": 0.1, "feature_map": "tanh"}, "max_decode_error=0.1 acts with lift 'pinv' alone"),
+    ],
+    DeltaMomentum: [
+        ({"reading": "columns"}, "reading must be one of"),
+        ({"form": "paper"}, "form must be one of"),
+        ({"erase": -1.0}, "erase"),
+        ({"erase": "momentum"}, "erase"),
+        ({"beyond": "clip"}, "beyond"),
+        ({"beyond": "warn"}, "beyond=warn acts with form 'hope' alone"),
+    ],
+    DeepMomentum: [
+        ({"width": 0}, "width must be an integer"),
+        ({"objective": "l2"}, "objective"),
+        ({"rate": 0.0}, "rate"),
+        ({"input_scale": "unit"}, "input_scale must be one of"),
+    ],
+    Muon: [
+        ({"ns_steps": 0}, "ns_steps must be an integer of at least 1 and at most 99"),
+        ({"ns_steps": 100}, "at most 99"),
+        ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        ({"ns_coefficients": 3.0}, "three numbers"),
+        ({"ns_coefficients": ("a", "b", "c")}, "three numbers"),
+        ({"ns_coefficients": "septic"}, "'quintic', 'cubic'"),
+        ({"ns_coefficients": "schedule", "ns_steps": 6}, "ns_steps: polynomial 'schedule' is 5 steps, got 6"),
+        ({"ns_dtype": "int8"}, "ns_dtype must be one of"),
+        ({"adjust_lr_fn": "mean"}, "adjust_lr_fn"),
+        ({"momentum": 1.5}, "at most 1"),
+        ({"eps": 0.0}, "eps must be above 0"),
+        ({"params": [torch.nn.Parameter(torch.zeros(3))]}, r"parameter 0 \[3\] is none"),
+        ({"params": [("bias", torch.nn.Parameter(torch.zeros(3)))]}, "'bias' is none"),
+    ],
+    M3: [
+        ({"slow_period": 0}, "slow_period must be an integer"),
+        ({"slow_period": True}, "slow_period must be an integer"),
+        ({"accumulate": "mean"}, "accumulate must be one of"),
+        ({"second_moment": "after", "retain": 1.0}, "never writes the second moment"),
+        ({"vectors": "sgd"}, "vectors"),
+    ],
+}
 
 
 @pytest.mark.spec("OPT-BASE-D4", "OPT-LIFT-D3")
-def test_refused_options():
-    for options, message in REFUSED:
+@pytest.mark.parametrize("cls", REFUSED)
+def test_refused_options(cls):
+    for options, message in REFUSED[cls]:
         with pytest.raises(ConfigError, match=message):
-            PhiMomentum([torch.nn.Parameter(torch.zeros(3, 4))], **{"lr": 0.1, **options})
+            cls(**{"params": [torch.nn.Parameter(torch.zeros(3, 4))], "lr": 0.1, **options})
+
+
+CHOSEN = [  # a map, options, and the lift, odd and input_scale that are taken
+    ("identity", {}, ("identity", False, "none")),
+    ("tanh", {}, ("identity", False, "none")),
+    ("relu", {}, ("identity", True, "none")),
+    ("elu", {}, ("identity", False, "none")),
+    ("crelu", {}, ("vjp", False, "none")),
+    (phi.Linear(d_phi=7), {}, ("pinv", False, "none")),
+    (RFF, {"odd": True, "max_decode_error": 9.0}, ("pinv", True, "restored")),
+    (phi.Polynomial(degree=2), {}, ("vjp", False, "restored")),
+    ("exp", {}, ("identity", False, "restored")),
+    ("squared_relu", {}, ("identity", True, "restored")),
+    ("softmax", {}, ("vjp", False, "restored")),
+    ("tanh", {"lift": "vjp"}, ("vjp", False, "restored")),  # J vanishes far out
+    ("exp", {"input_scale": "unit"}, ("identity", False, "unit")),
+    ("exp", {"center": False}, ("identity", False, "none")),
+]
+
+
+@pytest.mark.spec("OPT-LIFT-D5", "OPT-PHI-D5")
+@pytest.mark.filterwarnings("ignore:center=False")
+@pytest.mark.parametrize(("made", "options", "taken"), CHOSEN, ids=str)
+def test_what_is_chosen_for_a_map(made, options, taken):
+    group = PhiMomentum([torch.nn.Parameter(torch.zeros(3, 4))], feature_map=made, **options).param_groups[0]
+    assert (group["lift"], group["odd"], group["input_scale"]) == taken
 
 
 @pytest.mark.spec("OPT-BASE-D4")
@@ -254,21 +307,6 @@ def test_a_refused_group_is_not_added():
     with pytest.raises(ConfigError):
         optimizer.add_param_group({"params": [("extra", extra)], "lift": "prefix"})
     assert len(optimizer.param_groups) == 1 and extra not in optimizer.state
-
-
-@pytest.mark.spec("OPT-LIFT-D5")
-def test_auto_says_what_it_chose():
-    def chosen(made, **options):
-        p = torch.nn.Parameter(torch.zeros(3, 4))
-        optimizer = PhiMomentum([p], feature_map=made, **options)
-        return optimizer.param_groups[0]["lift"], optimizer.param_groups[0]["odd"]
-
-    assert chosen("identity") == ("identity", False)
-    assert chosen("tanh") == ("identity", False)
-    assert chosen("relu") == ("identity", True)
-    assert chosen(phi.Linear(d_phi=7)) == ("pinv", False)
-    assert chosen(RFF, odd=True, max_decode_error=9.0) == ("pinv", True)
-    assert chosen(phi.Polynomial(degree=2)) == ("vjp", False)
 
 
 @pytest.mark.spec("OPT-LIFT-D3")

@@ -14,11 +14,8 @@ from torch import nn
 from hecate.errors import ConfigError
 from hecate.optim import DGD
 from hecate.optim.memories import Samples
+from tests.optim.rules import draw
 from tests.reference import optim_memories as reference
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layer(inputs: int = 5, outputs: int = 3, bias: bool = False, seed: int = 0) -> nn.Linear:

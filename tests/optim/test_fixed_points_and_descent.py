@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -112,9 +113,8 @@ SIX = [
 ]
 
 
-def best(loss, start: torch.Tensor, rates: tuple[float, ...], steps: int, **options) -> float:
-    """How many times smaller the loss gets, by the best of some rates."""
-    gains = []
+def gains(loss, start: torch.Tensor, rates: tuple[float, ...], steps: int, **options) -> Iterator[float]:
+    """How many times smaller the loss gets, by each of some rates."""
     for rate in rates:
         w = torch.nn.Parameter(start.clone())
         optimizer = opened([w], rate, **options)
@@ -127,8 +127,7 @@ def best(loss, start: torch.Tensor, rates: tuple[float, ...], steps: int, **opti
             optimizer.step()
             schedule.step()
         end = loss(w).item()
-        gains.append(loss(start).item() / end if end == end else 0.0)
-    return max(gains)
+        yield loss(start).item() / end if end == end else 0.0
 
 
 @pytest.mark.spec("OPT-PHI-I2")
@@ -136,8 +135,8 @@ def best(loss, start: torch.Tensor, rates: tuple[float, ...], steps: int, **opti
 def test_a_quadratic_falls_a_hundredfold_and_rosenbrock_s_function(made):
     for lift in LIFTS:
         if built(made, lift, weights()):
-            gain = best(quadratic, weights(4).detach() * 2, (0.03, 1.0), 150, feature_map=made, lift=lift)
-            assert gain > 100, (lift, gain)
+            found = gains(quadratic, weights(4).detach() * 2, (0.03, 1.0), 150, feature_map=made, lift=lift)
+            assert any(gain > 100 for gain in found), lift
     start = torch.tensor([[-1.0, 1.2, -0.8, 0.5]])
-    gain = best(rosenbrock, start, (0.01,), 200, feature_map=made)
+    (gain,) = gains(rosenbrock, start, (0.01,), 200, feature_map=made)
     assert gain > 20, gain

@@ -8,7 +8,7 @@ import torch
 
 from hecate import phi
 from hecate.optim import KernelMomentum
-from tests.optim.test_phi_momentum import parameter
+from tests.optim.test_muon_and_m3 import parameter
 from tests.reference import optim_phi as reference
 
 D = 4

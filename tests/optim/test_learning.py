@@ -10,12 +10,9 @@ import torch
 from hecate import phi
 from hecate.optim import KernelMomentum, PhiMomentum
 from hecate.optim.lift import with_learned_phi
+from tests.optim.rules import draw
 
 C = 3
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def linear(weight: torch.Tensor) -> dict:

@@ -169,21 +169,6 @@ def test_copies_go_on_alone(duplicate: Callable):
     assert_same(left, right)
 
 
-def test_state_dict_is_deterministic_and_loads_weights_only(tmp_path):
-    params = model()
-    optimizer = leveled(params)
-    advance(optimizer, params, 1, 5)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert str(loaded) == str(optimizer.state_dict())
-    assert [sorted(loaded["state"][i])[-1] for i in range(3)] == ["step", "window", "window"]
-    resumed = leveled(params)
-    resumed.load_state_dict(loaded)
-    assert str(resumed.state_dict()) == str(loaded)
-    loaded["state"][1]["window"].zero_()
-    assert resumed.state_dict()["state"][1]["window"].any()
-
-
 def test_older_states_of_the_wrapped_optimiser_are_brought_up_to_date():
     params = model()
     optimizer = leveled(params)
@@ -264,22 +249,6 @@ def test_schedulers_set_the_rate_of_the_commit():
         optimizer.step()
         scheduler.step()
     assert parameter.item() == -0.25 and optimizer.param_groups[0]["lr"] == 0.125
-
-
-def test_a_closure_is_evaluated_once_with_gradients():
-    params, calls = model(), []
-    optimizer = leveled(params)
-
-    def closure() -> Tensor:
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        value = loss(list(params), 1)
-        value.backward()
-        return value
-
-    with torch.no_grad():
-        assert optimizer.step(closure).item() == loss(weights(), 1).item()
-    assert calls == [True] and not torch.equal(params[0], weights()[0])
 
 
 def test_hooks_fire_every_step_and_those_of_inner_at_commits():
@@ -363,36 +332,37 @@ def test_a_failing_commit_spends_its_window():
     assert optimizer.param_groups[0]["elapsed"] == 0
 
 
-def test_a_parameter_given_twice_is_stepped_as_torch_does():
-    with pytest.warns(UserWarning, match="duplicate"):
-        ours = nn.Parameter(torch.zeros(1))
-        optimizer = Leveled([ours, ours], torch.optim.SGD, lr=1.0, period=2)
-    for _ in range(2):
-        ours.grad = torch.ones(1)
-        optimizer.step()
-    assert ours.item() == -2.0
+class Pulsed(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+        self.defaults["period"] = 2
+
+
+SGD, MAKES = torch.optim.SGD, "factory must make an optimiser of groups and options, as the class .* got "
+REFUSED = [
+    (SGD, {"period": 0}, "period must be an integer >= 1, got 0"),
+    (SGD, {"period": True}, "period must be an integer >= 1, got True"),
+    (SGD, {"period": 2.0}, "period must be an integer >= 1, got 2.0"),
+    (SGD, {"reduce": "max"}, "reduce must be 'mean' or 'sum', got 'max'"),
+    (SGD, {"period": 2, "differentiable": True}, "differentiable=True with period=2"),
+    (torch.optim.LBFGS, {}, "LBFGS evaluates its loss again"),
+    (Pulsed, {}, "Pulsed has a 'period' of its own"),
+    (SGD([nn.Parameter(torch.zeros(1))]), {}, MAKES),
+    (lambda params: nn.Linear(1, 1), {}, MAKES),
+    ("adamw", {}, MAKES),
+    (None, {}, MAKES),
+]
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")
-def test_refusals():
-    for options, message in (
-        ({"period": 0}, "period must be an integer >= 1, got 0"),
-        ({"period": True}, "period must be an integer >= 1, got True"),
-        ({"period": 2.0}, "period must be an integer >= 1, got 2.0"),
-        ({"reduce": "max"}, "reduce must be 'mean' or 'sum', got 'max'"),
-        ({"period": 2, "differentiable": True}, "differentiable=True with period=2"),
-    ):
-        parameter = nn.Parameter(torch.zeros(1))
+@pytest.mark.parametrize(("factory", "options", "message"), REFUSED, ids=[f"{at}" for at in range(len(REFUSED))])
+def test_refusals(factory, options, message):
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    lr = {"lr": 1.0} if factory is SGD else {}
+    for groups, own in (([parameter], options), ([{"params": [parameter], **options}], {})):
         with pytest.raises(ConfigError, match=message):
-            Leveled([parameter], torch.optim.SGD, lr=1.0, **options)
-        with pytest.raises(ConfigError, match=message):
-            Leveled([{"params": [parameter], **options}], torch.optim.SGD, lr=1.0)
-
-
-@pytest.mark.spec("OPTIM-LEVEL-D3")
-def test_an_optimiser_that_evaluates_again_is_refused():
-    with pytest.raises(ConfigError, match="LBFGS evaluates its loss again"):
-        Leveled([nn.Parameter(torch.zeros(1))], torch.optim.LBFGS)
+            Leveled(groups, factory, **lr, **own)
+    Leveled([parameter], M3, period=2)
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")
@@ -415,27 +385,6 @@ def test_a_state_of_another_optimiser_is_refused_and_changes_nothing():
     assert str(optimizer.state_dict()) == before
 
 
-def test_torch_says_what_torch_would():
-    parameter = nn.Parameter(torch.zeros(1))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'typo'"):
-        Leveled([parameter], torch.optim.SGD, typo=1)
-    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
-        Leveled(parameter, torch.optim.SGD)
-    optimizer = Leveled([parameter], torch.optim.SGD)
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [parameter]})
-    assert "period: 1" in repr(optimizer)
-
-
-@pytest.mark.spec("OPTIM-LEVEL-D3")
-@pytest.mark.parametrize("wrong", ["optimiser", "module", "name", None])
-def test_what_makes_no_optimiser_is_refused(wrong):
-    parameter = nn.Parameter(torch.zeros(1))
-    given = {"optimiser": torch.optim.SGD([parameter]), "module": lambda params: nn.Linear(1, 1), "name": "adamw"}
-    with pytest.raises(ConfigError, match="factory must make an optimiser of groups and options, as the class .* got "):
-        Leveled([parameter], given.get(wrong))
-
-
 @pytest.mark.spec("OPTIM-LEVEL-D4")
 def test_groups_by_name():
     net = nn.ModuleDict({"level_0": nn.Linear(2, 2), "level_1": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
@@ -456,19 +405,6 @@ def test_groups_by_name():
     for wrong in (0, 2.5, "x"):
         with pytest.raises(ConfigError, match="period must be an integer >= 1"):
             level_groups(named, {"*": wrong})
-
-
-@pytest.mark.spec("OPTIM-LEVEL-D3")
-def test_an_option_of_the_same_name_is_refused():
-    class Pulsed(torch.optim.SGD):
-        def __init__(self, params):
-            super().__init__(params, 0.1)
-            self.defaults["period"] = 2
-
-    weight = torch.nn.Parameter(torch.zeros(2, 3))
-    with pytest.raises(ConfigError, match="Pulsed has a 'period' of its own"):
-        Leveled([weight], Pulsed)
-    Leveled([weight], M3, period=2)
 
 
 @pytest.mark.spec("OPTIM-LEVEL-I2")

@@ -124,18 +124,6 @@ def test_a_map_of_numbers_is_made_in_the_same_pass(options: dict[str, Any], move
         assert (mine.double() - exact).abs().max() <= 2 * off + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["tanh", "elu", "softplus", "gelu_shifted", "sigmoid"])
-@pytest.mark.parametrize("lift", ["identity", "vjp"])
-def test_a_gradient_of_zero_moves_nothing(kind: str, lift: str, moves: list[int]):
-    params = weights()
-    before = [p.detach().clone() for p in params]
-    optimizer = PhiMomentum(params, 0.02, feature_map=kind, input_scale="none", lift=lift)
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert moves and all(map(torch.equal, params, before))
-
-
 @pytest.mark.spec("OPT-FUSED-D1")
 def test_threads_share_pieces_out_and_change_no_bit(monkeypatch: pytest.MonkeyPatch, moves: list[int]):
     options = {"nesterov": True, "feature_map": "tanh", "input_scale": "none"}

@@ -10,7 +10,7 @@ from hecate.errors import ConfigError, StabilityWarning
 from hecate.optim import PhiMomentum
 from tests.optim.test_fixed_points_and_descent import EVERY, label
 
-SIZES = (1e-6, 1e-3, 1.0, 10.0, 1e3, 1e6)
+SIZES = (1e-6, 1.0, 10.0, 1e6)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -77,22 +77,6 @@ def test_updates_that_do_not_descend_are_warned_of_with_their_cosine(dtype):
     with pytest.warns(UserWarning, match="rows of 1 by 'softmax' and lift 'vjp' have the cosine"):
         PhiMomentum([torch.nn.Parameter(torch.zeros((), dtype=dtype))], feature_map="softmax")
     assert PhiMomentum([w], feature_map=flat).param_groups[0]["lift"] == "pinv"
-
-
-@pytest.mark.spec("OPT-PHI-D5")
-def test_auto_says_what_it_chose():
-    def chosen(made, **options):
-        p = torch.nn.Parameter(torch.zeros(3, 4))
-        return PhiMomentum([p], feature_map=made, **options).param_groups[0]["input_scale"]
-
-    for made in ("identity", "tanh", "relu", "elu", "crelu", phi.Linear(d_phi=4)):
-        assert chosen(made) == "none"
-    for made in ("exp", "squared_relu", "softmax", phi.Polynomial(degree=2)):
-        assert chosen(made) == "restored"
-    assert chosen("tanh", lift="vjp") == "restored"  # J vanishes far out
-    assert chosen("exp", input_scale="unit") == "unit"
-    with pytest.warns(UserWarning, match="a gradient of zero moves weights"):
-        assert chosen("exp", center=False) == "none"
 
 
 SGD = {  # what the identity needs to be SGD: dtype, weight decay, options

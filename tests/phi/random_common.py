@@ -6,41 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hecate.phi import (
-    SLAY,
-    SORF,
-    ArcCosine,
-    Favor,
-    FeatureMap,
-    Nystrom,
-    PerformerReLU,
-    Polysketch,
-    RandomFourier,
-    RandomMaclaurin,
-)
+from hecate.phi import FeatureMap
 from hecate.tape import Block
+from tests.phi.examples import EXAMPLES, examples
 
 F64 = torch.float64
 SIGMAS = 5.0  # accepted deviations of a Monte-Carlo mean, in standard errors
+ALIKE = (EXAMPLES["random_maclaurin"][3], EXAMPLES["sorf"][0])  # so few draws that those of two seeds may be the same
 MAPS = [
-    RandomFourier(d_phi=12, sigma=0.7),
-    RandomFourier(d_phi=12, sigma=2.0, form="paired", orthogonal=True),
-    Favor(),
-    Favor(num_features=7, norms="sqrt", orthogonal=False),
-    Favor(num_features=14, variant="hyperbolic", scale="none"),
-    Favor(num_features=12, variant="trigonometric"),
-    PerformerReLU(),
-    PerformerReLU(num_features=9, kernel_epsilon=0, norms="chi"),
-    ArcCosine(num_features=9),
-    ArcCosine(order=2, num_features=9, norms="chi"),
-    RandomMaclaurin(d_phi=9),
-    RandomMaclaurin(d_phi=9, series="binomial", degree=3),
-    Polysketch(sketch=4),
-    Polysketch(sketch=4, degree=16),
-    SORF(d_phi=24, sigma=0.7),
-    SORF(d_phi=40),
-    Nystrom(num_centres=7, sigma=2.0),
-    SLAY(m=2, nodes=3),
+    made
+    for made in examples()
+    if made.is_random and made not in ALIKE and not {"maps", "inner"} & type(made).model_fields.keys()
 ]
 each_map = pytest.mark.parametrize("feature_map", MAPS, ids=repr)
 

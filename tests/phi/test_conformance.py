@@ -69,7 +69,10 @@ def test_every_kind_has_examples_of_its_own_kind():
 
 
 @pytest.mark.spec("PHI-FAMILY-D1", "PHI-FAMILY-V1", "PHI-FAMILY-I1", "PHI-FAMILY-I2", "PHI-FAMILY-I4")
-@pytest.mark.spec("PHI-RFF-V1", "PHI-RFF-V2", "PHI-FAVOR-V1", "PHI-PRELU-V1")
+@pytest.mark.spec("PHI-RFF-V1", "PHI-RFF-V2", "PHI-FAVOR-V1", "PHI-PRELU-V1", "PHI-ARCCOS-V1", "PHI-MACL-V1")
+@pytest.mark.spec("PHI-NYSTROM-V1", "PHI-SLAY-V1", "PHI-HEDGEHOG-V1", "PHI-GLU-V1", "PHI-REBASED-V1", "PHI-SOFTMAX-V1")
+@pytest.mark.spec("PHI-SOFTPLUS-V1", "PHI-GELU-V1", "PHI-EXP-V1", "PHI-TAYLOR-V1", "PHI-POLY-V1", "PHI-LINEAR-V1")
+@pytest.mark.spec("PHI-CONCAT-V1", "PHI-COMPOSE-V1", "PHI-NORM-V1", "PHI-ODD-V1", "PHI-TENSOR-V1", "PHI-RAND-I3")
 @pytest.mark.parametrize("instance", ALL, ids=IDS)
 def test_conforms(instance):
     check_feature_map(instance)

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hecate.errors import ConfigError, ShapeError
 from hecate.phi import (
-    ELU,
     SLAY,
     SORF,
     ArcCosine,
@@ -288,44 +286,6 @@ def test_redraw(feature_map):
         assert not torch.equal(one["frozen"][name], value)
         assert torch.equal(one["frozen"][name], two["frozen"][name])
         assert torch.equal(one["frozen"][name], fresh["frozen"][name])
-
-
-@pytest.mark.parametrize(
-    "build,path,hint",
-    [
-        (lambda: RandomFourier(d_phi=7, form="paired"), ("d_phi",), "use 8 or form 'phased'"),
-        (lambda: RandomFourier(d_phi=0), ("d_phi",), "must be > 0"),
-        (lambda: RandomFourier(d_phi=4, sigma=0.0), ("sigma",), "must be > 0"),
-        (lambda: RandomFourier(d_phi=True), ("d_phi",), "integer"),
-        (lambda: Favor(num_features=3, variant="hyperbolic"), ("num_features",), "use 4"),
-        (lambda: Favor(num_features=3, variant="trigonometric"), ("num_features",), "use 4"),
-        (lambda: Favor(variant="cosine"), ("variant",), "'trigonometric'"),
-        (lambda: Favor(norms="sphere"), ("norms",), "'chi' or 'sqrt'"),
-        (lambda: PerformerReLU(kernel_epsilon=-1e-3), ("kernel_epsilon",), "must be >= 0"),
-    ],
-)
-def test_configurations_refused(build, path, hint):
-    with pytest.raises(ConfigError, match=hint) as caught:
-        build()
-    assert [problem.path for problem in caught.value.problems] == [path]
-
-
-def test_clear_errors_at_run_time():
-    feature_map = Favor(num_features=4)
-    with pytest.raises(ConfigError, match=r"needs its draw 'w'.*pass params=feature_map.init"):
-        feature_map(gaussian(2, 3))
-    with pytest.raises(ShapeError, match="expected inputs of width 3"):
-        feature_map(gaussian(2, 5), feature_map.init(3, dtype=F64))
-    with pytest.raises(ShapeError, match="at least 1, got 0"):
-        feature_map.init(0)
-    with pytest.raises(ConfigError, match="'elu' has nothing to redraw"):
-        ELU().redraw(ELU().init(3), seeded())
-
-    class Elsewhere:
-        device = torch.device("cuda")
-
-    with pytest.raises(ConfigError, match="pass a CPU"):
-        feature_map.init(3, generator=Elsewhere())
 
 
 @pytest.mark.spec("PHI-RFF-D1")

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hecate.errors import ConfigError
 from hecate.phi import SLAY
-from hecate.testing import check_vjp
-from tests.phi.random_common import F64, SIGMAS, bound_block, deviation, estimates, gaussian, pair, seeded
+from tests.phi.random_common import F64, SIGMAS, deviation, estimates, gaussian, pair, seeded
 from tests.reference import random_features as reference
 
 COSINES = np.linspace(-1, 1, 401)
@@ -71,30 +69,3 @@ def test_a_small_eps_is_out_of_reach_of_random_features(eps, share):
     median = float(estimates(feature_map, x, x, 401).median() / feature_map.exact_kernel(x, x))
     # The standard error of the median of 401 is about 0.03 of it.
     assert median == pytest.approx(share, abs=0.1)
-
-
-@pytest.mark.spec("PHI-SLAY-V1")
-def test_vjp_and_a_planted_fault():
-    feature_map = SLAY(eps=0.5, nodes=3, m=2)
-    params, x = feature_map.init(4, generator=seeded(), dtype=F64), gaussian(5, 4)
-    check_vjp(bound_block(feature_map, params), [x], second_order=True)
-
-    class Forgets:
-        """The speed of the nodes left out of the derivative."""
-
-        kind, forward = "slay", feature_map.forward
-
-        def vjp(self, residuals, g):
-            return feature_map.vjp((*residuals[:3], torch.ones_like(residuals[3]), *residuals[4:]), g)
-
-    with pytest.raises(AssertionError):
-        check_vjp(bound_block(Forgets(), params), [x])
-
-
-@pytest.mark.spec("PHI-SLAY-D1", "PHI-POLY-D4")
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="lower m, put a narrower `linear` before it"):
-        SLAY(m=4).output_dim(64)
-    for fields in ({"eps": 0.0, "m": 4}, {"nodes": 1, "m": 4}, {"m": 0}):
-        with pytest.raises(ConfigError):
-            SLAY(**fields)

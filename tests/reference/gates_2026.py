@@ -14,42 +14,9 @@ def softplus(x):
     return np.logaddexp(x, 0.0)
 
 
-def mamba_decay(x, a_log, dt_bias):
-    """exp(-exp(A_log) softplus(x + dt_bias)): gated DeltaNet, Comba, KDA, GDN-2, PGDN, KalmaNet.
-
-    A_log is the log of U(1, 16) or U(0, 16) per head; dt_bias the inverse softplus of dt, log-uniform in [1e-3, 1e-1].
-    """
-    return np.exp(-np.exp(a_log) * softplus(x + dt_bias))
-
-
-def inverse_softplus(dt):
-    """dt_bias of a dt, without the overflow of log(exp(dt) - 1)."""
-    return dt + np.log(-np.expm1(-dt))
-
-
-def bounded_decay(x, a_log, dt_bias, lowest=-5.0):
-    """Erase-then-delta, Eq 15: exp(l (1 - exp(-A/|l| softplus(x + dt_bias)))), within (exp(l), 1] for l < 0."""
-    return np.exp(lowest - lowest * np.exp(-np.exp(a_log) / abs(lowest) * softplus(x + dt_bias)))
-
-
 def gated_delta_2(erase, write, *, reflections=False):
     """b and w of GDN-2, each a sigmoid of a projection without bias; reflections double b and not w."""
     return (2.0 if reflections else 1.0) * sigmoid(erase), sigmoid(write)
-
-
-def delta_product(x, *, reflections=True):
-    """beta `[T, n]` of DeltaProduct: 2 sigmoid, so that a write may reflect."""
-    return (2.0 if reflections else 1.0) * sigmoid(x)
-
-
-def rwkv7_decay(x):
-    """w = exp(-e^(-1/2) sigmoid(x)), x = w0 + tanh(u W1) W2: within (exp(-e^(-1/2)), 1) = (0.5452, 1)."""
-    return np.exp(-np.exp(-0.5) * sigmoid(x))
-
-
-def rwkv7_value(v, first, x):
-    """v + (v_first - v) sigmoid(x), v_first of the first layer."""
-    return v + (first - v) * sigmoid(x)
 
 
 def momentum_delta(eta, beta, alpha, mu, f, a_log, mu_log, dt_bias, mu_bias, d_model, lowest=-2.0):
@@ -77,21 +44,6 @@ def mesa_ridge(x, floor=0.25):
     return floor + softplus(x)
 
 
-def kalmanet(beta, mix, eps=1e-6):
-    """beta = sigmoid(x) + eps, which scales keys and values alike, and mix = sigmoid(x)."""
-    return sigmoid(beta) + eps, sigmoid(mix)
-
-
-def kalman_delta(omega, r, start, r_floor=0.01, start_floor=0.1):
-    """omega = softplus(x) `[T, K]`, r = floor + softplus(x) `[T]` and the first precision floor + softplus(x)."""
-    return softplus(omega), r_floor + softplus(r), start_floor + softplus(start)
-
-
-def q_delta(x, offset=0.9):
-    """lambda = sigmoid(x - offset)."""
-    return sigmoid(x - offset)
-
-
 def comba(x):
     """c = sigmoid(x), x = 1 at first."""
     return sigmoid(x)
@@ -100,13 +52,6 @@ def comba(x):
 def hgrn2(x, bound):
     """f = bound + (1 - bound) sigmoid(x) `[T, K]`."""
     return bound + (1 - bound) * sigmoid(x)
-
-
-def hgrn2_bounds(x):
-    """Lower bounds of all layers `[layers, K]` from learned x: a softmax over layers, cumulated, 0 at the first."""
-    e = np.exp(x - x.max(0))
-    share = e / e.sum(0)
-    return np.cumsum(share, 0) - share[:1]
 
 
 def gsa(x, divisor=8.0):

@@ -37,24 +37,6 @@ def gated_delta(q, k, v, alpha, beta):
     return np.array(out), m
 
 
-def gated_delta_chunkwise(q, k, v, alpha, beta, chunk):
-    """The chunkwise form of the same rule: one triangular inverse per chunk."""
-    m, out = np.zeros((v.shape[1], k.shape[1])), []
-    for at in range(0, len(v), chunk):
-        rows = slice(at, at + chunk)
-        q_, k_, v_, b = q[rows], k[rows], v[rows], np.diag(beta[rows])
-        g = np.cumsum(np.log(alpha[rows]))
-        decay = np.exp(np.minimum(g[:, None] - g[None, :], 0))
-        a = np.tril(b @ (k_ @ k_.T * decay), -1)
-        t = np.linalg.inv(np.eye(len(b)) + a)
-        u = t @ b @ v_
-        w = t @ b @ np.diag(np.exp(g)) @ k_
-        un = u - w @ m.T
-        out.append(np.diag(np.exp(g)) @ q_ @ m.T + np.tril(q_ @ k_.T * decay) @ un)
-        m = np.exp(g[-1]) * m + (np.diag(np.exp(g[-1] - g)) @ un).T @ k_
-    return np.concatenate(out), m
-
-
 def gla(q, k, v, a):
     """Yang et al. 2023 (2312.06635): M = M Diag(a) + v k^T, a `[T, P]`."""
     m, out = np.zeros((v.shape[1], k.shape[1])), []
@@ -73,22 +55,6 @@ def titans_linear(q, k, v, theta, alpha, eta):
         m = (1 - alpha[t]) * m + s
         out.append(m @ q[t])
     return np.array(out), m, s
-
-
-def titans_mlp(q, k, v, theta, alpha, eta, w1, w2):
-    """The same rule for M(x) = W2 silu(W1 x)."""
-    s1, s2, out = 0 * w1, 0 * w2, []
-    for t in range(len(v)):
-        z = w1 @ k[t]
-        sigma = 1 / (1 + np.exp(-z))
-        error = w2 @ (z * sigma) - v[t]
-        g2 = np.outer(error, z * sigma)
-        g1 = np.outer((w2.T @ error) * (sigma + z * sigma * (1 - sigma)), k[t])
-        s1, s2 = eta[t] * s1 - theta[t] * g1, eta[t] * s2 - theta[t] * g2
-        w1, w2 = (1 - alpha[t]) * w1 + s1, (1 - alpha[t]) * w2 + s2
-        z = w1 @ q[t]
-        out.append(w2 @ (z / (1 + np.exp(-z))))
-    return np.array(out), w1, w2, s1, s2
 
 
 def longhorn(q, k, v, b):

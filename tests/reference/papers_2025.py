@@ -61,11 +61,6 @@ def rwkv7(r, w, k, v, a, xi, alpha):
     return np.array(out), s
 
 
-def rwkv7_bonus(r, k, v, rho):
-    """What RWKV-7 adds after its norm: (sum r o rho o k~) v, k the replacement key, rho `[K]` learned."""
-    return (r * rho * k).sum(1, keepdims=True) * v
-
-
 # The closed loop, and the flow.
 
 
@@ -100,18 +95,6 @@ def exponential(a):
     for _ in range(6):
         total = total @ total
     return total
-
-
-def efla_flow(q, k, v, beta):
-    """The same by what it solves: d[M, I]/ds = [M, I] [[-k k^T, 0], [v k^T, 0]] for a time beta."""
-    width, d = v.shape[1], k.shape[1]
-    m, out = np.zeros((width, d)), []
-    for t in range(len(v)):
-        generator = np.zeros((d + width, d + width))
-        generator[:d, :d], generator[d:, :d] = -np.outer(k[t], k[t]), np.outer(v[t], k[t])
-        m = (np.hstack([m, np.eye(width)]) @ exponential(beta[t] * generator))[:, :d]
-        out.append(m @ q[t])
-    return np.array(out), m
 
 
 # Read-outs by a ridge regression.
@@ -203,27 +186,6 @@ def mlstm(q, k, v, i, f):
         c, n = f[t] * c + np.exp(i[t]) * np.outer(v[t], k[t]), f[t] * n + np.exp(i[t]) * k[t]
         out.append(c @ q[t] / max(abs(n @ q[t]), 1.0))
     return np.array(out), c, n
-
-
-def mlstm_stabilised(q, k, v, i, f):
-    """The same with m = max(log f + m, i): C and n hold exp(-m) of themselves, y = C q / max(|n.q|, exp(-m))."""
-    c, n, m, out = np.zeros((v.shape[1], k.shape[1])), np.zeros(k.shape[1]), -np.inf, []
-    for t in range(len(v)):
-        before, m = m, max(np.log(f[t]) + m, i[t])
-        keep, gain = np.exp(np.log(f[t]) + before - m), np.exp(i[t] - m)
-        c, n = keep * c + gain * np.outer(v[t], k[t]), keep * n + gain * k[t]
-        out.append(c @ q[t] / max(abs(n @ q[t]), np.exp(-m)))
-    return np.array(out), c, n, m
-
-
-def mlstm_parallel(q, k, v, i, f):
-    """The same as weights of all tokens: D[t, s] = i_s + sum of log f after s, C = q k^T o exp(D - max D)."""
-    steps = len(v)
-    g = np.cumsum(np.log(f))
-    d = np.where(np.tril(np.ones((steps, steps))) > 0, g[:, None] - g[None, :] + i[None, :], -np.inf)
-    m = d.max(1, keepdims=True)
-    c = q @ k.T * np.exp(d - m)
-    return c / np.maximum(np.abs(c.sum(1, keepdims=True)), np.exp(-m)) @ v
 
 
 # Memories of two passes, and of keys predicted from values.

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from tests.memories import close
-from tests.reference import gates_2026 as heads
 from tests.reference.papers_2025 import unit
 
 LENGTH, KEYS, VALUES, RTOL = 13, 4, 3, 1e-12
@@ -45,9 +44,3 @@ def same(got: Any, expected: Any, rtol: float = RTOL) -> None:
 def one(*items: Array) -> tuple[Array, ...]:
     """Inputs of a single write per token."""
     return tuple(item[:, None] for item in items)
-
-
-def mamba3_inputs(x: Draw, pairs: int = KEYS // 2) -> tuple[Array, ...]:
-    """a, dt, trapezoid and angles of Mamba-3 from random logits."""
-    logits = x.rng.normal(size=(3, x.length))
-    return heads.mamba3(*logits, x.rng.normal(size=(x.length, pairs)), -1.0)

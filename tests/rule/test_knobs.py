@@ -321,11 +321,18 @@ def test_decay_vjp_at_gates_of_zero_and_one(shape, value, generator):
     check_vjp(retention.Decay().block(), [memory, direction, torch.full(shape, value)])
 
 
-@pytest.mark.spec("STR-MLP-I2")
-def test_initial_weights_flow_and_are_reproducible():
-    mlp = structure.MLP(layers=3)
+@pytest.mark.spec("STR-MLP-I2", "STR-GATED-D1")
+@pytest.mark.parametrize(
+    ("mlp", "shapes"),
+    [
+        (structure.MLP(layers=3), {"w1": (3, 16, 4), "w2": (3, 16, 16), "w3": (3, 2, 16)}),
+        (structure.GatedMLP(), {"w1": (3, 8, 4), "w2": (3, 2, 8), "w3": (3, 8, 4)}),
+    ],
+    ids=["mlp", "gated"],
+)
+def test_initial_weights_flow_and_are_reproducible(mlp, shapes):
     weights = mlp.init(4, 2, heads=3, dtype=torch.float64)
-    assert {n: tuple(w.shape) for n, w in weights.items()} == {"w1": (3, 16, 4), "w2": (3, 16, 16), "w3": (3, 2, 16)}
+    assert {name: tuple(w.shape) for name, w in weights.items()} == shapes
     again = mlp.init(4, 2, heads=3, dtype=torch.float64)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     other = mlp.init(4, 2, heads=3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -71,22 +71,6 @@ def test_keys_that_return_among_others(nesterov):
     assert "returns" not in algorithm.GD().limits()
 
 
-@pytest.mark.spec("RULE-STABLE-D1")
-def test_reflections():
-    """lr = 2 on a unit key is the reflection I - 2 k k^T; a layer's gate comes near it."""
-    layer = Memory(4, 1, {"key_norm": "l2", "algorithm": {"kind": "gd", "lr": 2.0}})
-    torch.nn.init.constant_(layer.gates.bias["lr"], 30.0)
-    lr = layer.gates(torch.randn(1, 3, 4)).lr
-    assert ((lr > 1.999) & (lr <= 2)).all()
-    config, k = MemoryConfig(key_norm="l2"), torch.tensor([3.0, 4.0]).expand(1, 1, 1, 2)
-    start = torch.randn(1, 2, 2)
-    given = {"weight": start}
-    _, state = memory_scan(config, k, k, 0 * k, Gates(lr=2.0), initial=given)
-    key = k[0, 0, 0] / 5
-    mirror = torch.eye(2) - 2 * torch.outer(key, key)
-    assert torch.allclose(state.memory["weight"][0], start @ mirror)
-
-
 @pytest.mark.spec("RULE-STABLE-D1", "NN-MEM-I9", "CMS-LAYER-I4", "SELF-ERASE-D1")
 def test_layers_ask_the_same_question():
     """Keys of width 1 and unit length: every measure is exact, at the limit and beyond."""
@@ -152,23 +136,6 @@ def test_numbers_for_gates_are_asked_of_the_eigenvalue(erase, write, lr):
         assert written(60)[1].memory["weight"].abs().max() > 10
     else:
         assert written(60)[1].memory["weight"].abs().max() < 10
-
-
-@pytest.mark.spec("RULE-STABLE-D1")
-def test_the_norm_of_a_write_whose_keys_differ():
-    """Its square grows to 4/3 where erase lies in [0, 1], to 2 in [0, 2], and no eigenvalue leaves [-1, 1]."""
-    rng, most = np.random.default_rng(1), {1.0: 0.0, 2.0: 0.0}
-    for top, _ in [(top, seed) for top in most for seed in range(300)]:
-        key = rng.normal(size=3)
-        key /= np.linalg.norm(key)
-        gate = top * rng.integers(0, 2, 3) if _ % 2 else top * rng.uniform(size=3)
-        matrix = transition(1.0, key, gate, np.ones(3))
-        norm, a, c = np.linalg.norm(matrix, 2), gate * key, gate * key @ key
-        assert np.abs(np.linalg.eigvals(matrix)).max() <= 1 + 1e-12
-        assert norm**2 + (1 - c) ** 2 / norm**2 == pytest.approx(2 - 2 * c + a @ a, rel=1e-9) or norm <= 1 + 1e-9
-        most[top] = max(most[top], norm)
-    for top, bound in ((1.0, math.sqrt(4 / 3)), (2.0, math.sqrt(2))):
-        assert 0.99 * bound < most[top] <= bound + 1e-12
 
 
 @pytest.mark.spec("RULE-STABLE-D1")

@@ -116,18 +116,6 @@ def test_second_order_against_autograd(knob):
         close(mine, theirs, 1e-10)
 
 
-@pytest.mark.spec("STR-GATED-D1")
-def test_gated_mlp_starts_where_gradients_flow():
-    gated = structure.GatedMLP()
-    weights = gated.init(4, 2, heads=3, dtype=torch.float64)
-    shapes = {name: tuple(item.shape) for name, item in weights.items()}
-    assert shapes == {"w1": (3, 8, 4), "w2": (3, 2, 8), "w3": (3, 8, 4)}
-    again = gated.init(4, 2, heads=3, dtype=torch.float64)
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
-    grads = gated.pullback(tuple(weights.values()), draw(3, 4), draw(3, 2))
-    assert all(float(grad.norm()) > 1e-2 for grad in grads)
-
-
 @pytest.mark.spec("STR-MLP-I3")
 @pytest.mark.parametrize("shift", [0.0, 5.0])
 def test_the_norm_does_not_see_scale_and_shift_of_what_it_gets(shift):

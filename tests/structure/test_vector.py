@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hecate import Gates, MemoryConfig, memory_scan, structure
+from hecate import MemoryConfig, memory_scan, structure
 from hecate.engine import Engine, Plan, choose, exact_engines, explain
 from hecate.engine.parallel import coordinate_refusal
 from hecate.errors import ConfigError
@@ -127,17 +127,3 @@ def test_coordinates_that_mix_are_found(monkeypatch):
     monkeypatch.setattr(structure.Vector, "predict", lambda self, memory, p: (memory[0] * p).cumsum(-1))
     with pytest.raises(AssertionError, match="coordinates of the prediction mix"):
         check_diagonal("structure.vector", structure.Vector(), memory, p)
-
-
-@pytest.mark.spec("STR-VECTOR-R1")
-def test_the_state_goes_on():
-    config = vector(algorithm="momentum", retention="decay")
-    case = case_of(config, length=20, d=3, width=3)
-    y, end = case.scan(engine="parallel")
-    first, state = case.part(0, 7).scan(engine="parallel")
-    second, state = case.part(7, 20).scan(state=state, engine="parallel")
-    close(torch.cat([first, second], 1), y, 1e-12)
-    close(state.memory["weight"], end.memory["weight"], 1e-12)
-    assert state.memory["weight"].shape == (2, 2, 3)
-    y, _ = memory_scan(config, case.q[:, :0], case.k[:, :0], case.v[:, :0], Gates(0.1))
-    assert y.shape == (2, 0, 2, 3)

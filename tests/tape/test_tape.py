@@ -125,15 +125,6 @@ def test_unused_outputs_pull_back_zeros_and_none_where_nothing_flows(point):
     torch.testing.assert_close(gx, x.cos(), rtol=1e-14, atol=0)
 
 
-def test_backward_can_be_repeated(point):
-    tape = Tape()
-    outputs = plain(tape, *(item.detach() for item in point))
-    inputs = tape.calls[0].inputs
-    first = tape.backward(outputs, [torch.ones(2, 3)], inputs)
-    again = tape.backward(outputs, [torch.ones(2, 3)], inputs)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
 @pytest.mark.spec("TAPE-REPLAY-I5")
 def test_wrong_cotangents_are_refused():
     add = Block("add", lambda a, b: ((a + b,), None), lambda r, g: (g, g))
