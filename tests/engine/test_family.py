@@ -96,12 +96,12 @@ def config_from(row: dict[str, Any]) -> MemoryConfig | None:
     return config if asks and takes and not ("retain_value" in gates and not linear) else None
 
 
-def case_from(row: dict[str, Any], config: MemoryConfig, length: int = 37) -> Case:
-    """Random inputs of a row."""
+def case_from(row: dict[str, Any], config: MemoryConfig, length: int = 37, ends: float = 0.1) -> Case:
+    """Random inputs of a row; ends: the share of gates that are exactly 0 or 1."""
     d = row["d"]
     width = d if config.structure.diagonal else 3
     case = case_of(
-        config, d=d, width=width, length=length, masks=row["masks"], channels="channels" in row["gates"], ends=0.1
+        config, d=d, width=width, length=length, masks=row["masks"], channels="channels" in row["gates"], ends=ends
     )
     generator = torch.Generator().manual_seed(3)
 
@@ -119,7 +119,7 @@ def covering(factors: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any
     draw, rows, seen = random.Random(seed), [], set()
     for one, other in combinations(factors, 2):
         for i, j in product(range(len(factors[one])), range(len(factors[other]))):
-            for _ in range(20):
+            for _ in range(80):
                 if ((one, i), (other, j)) in seen:
                     break
                 picked = {name: draw.randrange(len(values)) for name, values in factors.items()} | {one: i, other: j}
@@ -173,8 +173,10 @@ def test_every_pair_against_the_token_loop():
     assert met == {(str(a), str(b)) for a, b in product(BIASES, RETENTIONS)}
     failed = []
     for row in rows:
+        # A gate of exactly 1 may leave a memory on the ball that bounds it, where the derivative jumps.
+        bounded = "norm_cap" in str(row["retention"]) or "sphere" in str(row["retention"])
         try:
-            check(row)
+            check(row, ends=0.0 if bounded else 0.1)
         except NonFiniteError:
             pass
         except AssertionError as error:
