@@ -31,13 +31,6 @@ budget: {{steps: 2, batch_size: 2, eval_batches: 1}}
 """
 
 
-@pytest.mark.spec("TRAIN-NAMED-I1")
-def test_the_name_of_a_rule_in_a_file_is_its_config(tmp_path):
-    for rule, known in RULES.items():
-        (tmp_path / "named.yaml").write_text(NAMED.format(rule=rule))
-        assert load_experiment(tmp_path / "named.yaml").model.memory == known.config
-
-
 FEW = ("delta", "titans", "mamba3", "gsa", "in_place_ttt")  # tests/nn takes a step with a layer by every rule
 
 
