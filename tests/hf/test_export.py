@@ -14,11 +14,9 @@ from hecate.data.tokenizer import Bytes, FileTokenizer, train_tokenizer
 from hecate.errors import CheckpointError, ConfigError
 from hecate.hf import byte_tokenizer, file_tokenizer
 from hecate.hf.saved import export_run, tokenizer_of
-from hecate.train import run_experiment
-from hecate.train.display import Display
 from hecate.train.trained import open_model
 from tests.hf.common import RULES  # noqa: F401  (skips where transformers is absent)
-from tests.train.common import TASK, tiny
+from tests.train.common import TASK, quiet_run, tiny
 
 TEXT = "the slow memory forgets what the fast memory keeps\n" * 40
 
@@ -30,7 +28,7 @@ def text_run(tmp_path_factory):
     (folder / "a.txt").write_text(TEXT)
     data = {"kind": "text", "paths": [str(folder / "a.txt")]}
     config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
-    run_experiment(config, folder / "run", display=Display(quiet=True))
+    quiet_run(config, folder / "run")
     return folder / "run"
 
 
@@ -66,7 +64,7 @@ def test_a_run_on_bytes_is_loaded_with_its_tokenizer(text_run, tmp_path):
 
 @pytest.mark.spec("HF-EXPORT-D1")
 def test_a_run_without_text_is_exported_without_a_tokenizer(tmp_path, monkeypatch):
-    run_experiment(tiny(data=TASK, budget={"steps": 1}), tmp_path / "run", display=Display(quiet=True))
+    quiet_run(tiny(data=TASK, budget={"steps": 1}), tmp_path / "run")
     done = export(tmp_path / "run")
     assert done.exit_code == 0 and "it has no tokenizer" in done.stderr
     names = {path.name for path in (tmp_path / "run-hf").iterdir()}

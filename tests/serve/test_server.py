@@ -499,14 +499,13 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
 def test_the_command_serves_a_run(tmp_path, monkeypatch, float32):
     from hecate import cli
     from hecate.serve import server as module
-    from hecate.train import open_model, run_experiment
-    from hecate.train.display import Display
-    from tests.train.common import tiny
+    from hecate.train import open_model
+    from tests.train.common import quiet_run, tiny
 
     (tmp_path / "a.txt").write_text("a text to train on, " * 40)
     data = {"kind": "text", "paths": [str(tmp_path / "a.txt")]}
     config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
-    run_experiment(config, tmp_path / "run", display=Display(quiet=True))
+    quiet_run(config, tmp_path / "run")
     own: Any = open_model(tmp_path / "run", "best").model
 
     def answered(app: Any, host: str, port: int, *, key: str | None) -> None:

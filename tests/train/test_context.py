@@ -6,19 +6,21 @@ import logging
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hecate.distributed import ParallelConfig, World, gathered, start
+from hecate.distributed import ParallelConfig, World, start
 from hecate.errors import ConfigError
 from hecate.train import Trainer, load_checkpoint, run_experiment
 from hecate.train.display import Display
 from hecate.train.estimate import ways_of
+from hecate.train.trainer import context_of
 from tests.ranks import run_ranks
-from tests.train.worlds import PLAIN, agree, experiment, many, meshed, one_process, trained, whole
+from tests.train.worlds import PLAIN, agree, experiment, many, one_process, whole
 
 AGAIN = {"accumulate": 2, "recompute": "full"}
 
@@ -80,53 +82,6 @@ def test_every_model_on_every_mesh(shape):
     agree(one_process(torch.float32, cases), run_ranks(ranks, many, torch.float32, cases, patience=280), 1e-6)
 
 
-def refused() -> list[str]:
-    """What cannot be shared, on this rank."""
-    said = []
-    with start(ParallelConfig(context=2), timeout=30.0) as world:
-        config = experiment("delta", parallel={"context": 2}, budget={"compile": "block"})
-        try:
-            trained(config, meshed(world, config), 1)
-        except ConfigError as error:
-            said.append(str(error))
-    return said
-
-
-def further() -> dict[str, Any]:
-    """Training in bfloat16; and saved after two steps, restored and gone on with, beside what was not interrupted."""
-    warnings.simplefilter("ignore")
-    low = experiment("delta", parallel={"context": 2}, budget={"precision": "bfloat16"})
-    with start(ParallelConfig(context=2), timeout=60.0) as world:
-        half = Trainer(low, world=world)
-        losses = [half.train_step().loss for _ in range(4)]
-        held = {str(gathered(p).dtype) for p in half.model.parameters()}
-        torch.set_default_dtype(torch.float64)
-        config = experiment("mlp", parallel={"context": 2})
-        first, second = Trainer(config, world=world), Trainer(config, world=world)
-        for _ in range(2):
-            first.train_step()
-        second.restore(first.checkpoint(), "it")
-        after = [[run.train_step().loss for _ in range(2)] for run in (first, second)]
-        same = all(np.array_equal(a, b) for a, b in zip(whole(first).values(), whole(second).values(), strict=True))
-    return {"low": losses, "held": held, "after": after, "same": same}
-
-
-@pytest.mark.slow
-@pytest.mark.spec("CTX-TRAIN-I1", "DIST-LOW-D1", "CKPT-RESUME-I1")
-def test_bfloat16_and_resuming_with_pieces():
-    ranks = run_ranks(2, further)
-    exact = many(torch.float32, {"": (experiment("delta"), 4)})[""]["losses"]
-    torch.set_default_dtype(torch.float32)
-    alone = Trainer(experiment("delta", budget={"precision": "bfloat16"}))
-    low = [alone.train_step().loss for _ in range(4)]
-    for found in ranks:
-        assert found["held"] == {"torch.float32"}
-        # 8 bits of significand in what blocks hand on; pieces round as one process does, but for the order of sums
-        assert np.allclose(found["low"], exact, rtol=0, atol=0.05) and np.allclose(found["low"], low, rtol=0, atol=0.02)
-        assert not np.allclose(found["low"], exact, rtol=0, atol=1e-5)
-        assert found["same"] and found["after"][0] == found["after"][1]
-
-
 def gone_on(folder: str, parallel: dict[str, Any], steps: int) -> dict[str, Any]:
     """A run that goes on with what another world has left, saving behind itself."""
     warnings.simplefilter("ignore")
@@ -165,8 +120,12 @@ def test_a_run_goes_on_in_one_world_after_another(tmp_path):
         assert np.allclose(ranks[0][name], value, rtol=0, atol=1e-6), name
 
 
-@pytest.mark.slow
 @pytest.mark.spec("CTX-TRAIN-I1")
-def test_compiled_blocks_are_refused_on_every_rank():
-    first, second = run_ranks(2, refused)
-    assert first == second and "budget.compile='block'" in first[0]
+@pytest.mark.parametrize(
+    ("ranks", "budget", "words"),
+    [(2, {"compile": "block"}, "budget.compile='block' compiles blocks"), (32, {}, "sequences of 16 tokens cannot be")],
+)
+def test_what_ranks_cannot_share_is_refused(ranks, budget, words):
+    world: Any = SimpleNamespace(extent=lambda axis: ranks, mesh=object())
+    with pytest.raises(ConfigError, match=f"parallel.context: is {ranks}, and {words}"):
+        context_of(experiment("delta", budget=budget), world)

@@ -19,14 +19,15 @@ from torch.utils import _pytree as pytree
 from hecate.cli import main
 from hecate.distributed import ParallelConfig, World, gathered, start
 from hecate.errors import ConfigError, NonFiniteError, ParallelError
-from hecate.train import ExperimentConfig, Trainer, dump_experiment, run_experiment
+from hecate.train import ExperimentConfig, Trainer, dump_experiment
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.display import Display
 from hecate.train.evaluate import evaluate, model_health
 from tests.ranks import run_ranks
+from tests.train.common import quiet_run
 from tests.train.worlds import OF_LEVELS, PLAIN, TASK, agree, experiment, many, meshed, one_process, whole
 
 SHARDED, COPIED, BOTH = {}, {"data": 1, "replicate": "auto"}, {"replicate": 2}
+PIECES = {"data": 1, "context": 2}
 
 # A loss is summed in float32, of numbers around 4, by every process in another order: some units in the last place.
 LOSS = 4e-6
@@ -48,6 +49,9 @@ def tour() -> dict[str, Any]:
                 "one row": list(one_row(Trainer(config, world=mesh))),
                 "low": low(parallel, mesh),
             }
+        config = experiment(parallel=PIECES)
+        mesh = meshed(world, config)
+        found["pieces"] = {"saved": interrupted(config, mesh), "low": low(PIECES, mesh)}
         found["disagreements"] = disagreements(world)
         found["starts"] = starts_of_some(world)
     return found
@@ -222,8 +226,8 @@ def test_states_belong_to_rows(toured, shape):
         assert np.allclose(rows, whole_state, rtol=0, atol=1e-12)
 
 
-@pytest.mark.spec("DIST-SAVE-D1")
-@pytest.mark.parametrize("shape", ["sharded", "copied"])
+@pytest.mark.spec("DIST-SAVE-D1", "CTX-TRAIN-I1", "CKPT-RESUME-I1")
+@pytest.mark.parametrize("shape", ["sharded", "copied", "pieces"])
 def test_a_checkpoint_of_several_goes_on_in_any_world(toured, shape):
     saved = toured[0][shape]["saved"]
     assert saved["same"] and saved["losses"][0] == saved["losses"][1]
@@ -249,7 +253,7 @@ def test_bfloat16_is_of_parameters_in_passes_alone(toured):
     alone = low({}, World.alone())
     exact = many(torch.float32, {"": (experiment(), 4)})[""]["losses"]
     assert not np.allclose(alone["losses"], exact, rtol=0, atol=1e-5)  # it is another arithmetic
-    for found in (alone, *(each[shape]["low"] for each in toured for shape in ("sharded", "copied"))):
+    for found in (alone, *(each[shape]["low"] for each in toured for shape in ("sharded", "copied", "pieces"))):
         assert found["held"] == ["float32"] and found["state"] == ["torch.float32"]
         # 8 bits of significand in what blocks hand on
         assert np.allclose(found["losses"], exact, rtol=0, atol=0.05)
@@ -364,7 +368,7 @@ def went_on(folder: Path, config: Any) -> None:
     """One run, which went on from its checkpoint, beside one of one process."""
     assert [path.name for path in (folder / "runs").iterdir()] == ["worlds"]
     there = [json.loads(line) for line in (folder / "runs/worlds/metrics.jsonl").read_text().splitlines()]
-    alone = run_experiment(config, folder / "alone", display=Display(quiet=True))
+    alone = quiet_run(config, folder / "alone")
     here = [json.loads(line) for line in (folder / "alone/metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in there if r["event"] == "train"] == list(range(1, 21)) and alone.step == 20
     assert [r["step"] for r in there if r["event"] == "resume"] == [10]

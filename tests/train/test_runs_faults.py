@@ -9,27 +9,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Literal
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from hecate.distributed import ParallelConfig, start
-from hecate.errors import CheckpointError, ConfigError, HecateError, HookError
-from hecate.train import Trainer, run_experiment
+from hecate.errors import CheckpointError, ConfigError, HookError
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.display import Display
-from hecate.train.loggers import read_metrics
 from hecate.train.state import allowing
-from hecate.train.trained import begin_from
-from tests.ranks import run_ranks
 
-from .common import TiedGRU, tiny
+from .common import TiedGRU, quiet_run, tiny
 from .test_runs_progress import Kept, _Kept
-from .worlds import experiment
 
 
-def run(folder, *, resume=False, steps=2, **fields):
-    config = tiny(budget={"steps": steps}, **fields)
-    return run_experiment(config, folder, resume=resume, display=Display(quiet=True), model=TiedGRU())
+def run(folder, *, resume=False, **fields):
+    return quiet_run(tiny(budget={"steps": 2}, **fields), folder, resume=resume, model=TiedGRU())
 
 
 class Endless(Kept):
@@ -113,50 +103,3 @@ def test_other_batches_read_nothing_twice():
     for own in ({"batch_size": 4, "seq_len": 4}, {"batch_size": 6, "seq_len": 2}):  # fewer rows would fit their states
         with pytest.raises(CheckpointError, match=r"^--allow: rows go on from batch to batch with their states"):
             cursor_after(3, old, own=own, ordered=True, carries=True)
-
-
-@pytest.mark.spec("TRAIN-INIT-D1", "TRAIN-RUN-D8")
-def test_two_processes_begin_with_the_same_numbers_or_not_at_all(tmp_path):
-    torch.set_default_dtype(torch.float32)
-    first = run_experiment(experiment(budget={"steps": 2}), tmp_path / "first", display=Display(quiet=True)).folder
-    own = Trainer(experiment()).model.state_dict()
-    for name, shift in ("a", 0.0), ("b", 1.0):
-        save_file({key: x + shift for key, x in own.items()}, tmp_path / f"{name}.safetensors")
-    for whole, fault, tokens in run_ranks(2, of_two, str(tmp_path)):
-        assert all(
-            torch.equal(torch.tensor(whole[name]), x) for name, x in load_file(tmp_path / "a.safetensors").items()
-        )
-        assert fault.startswith("ParallelError: init_from.") and "on rank 1" in fault
-        assert tokens == [2 * 192 + n * 384 for n in (1, 2)]
-    assert [r["step"] for r in read_metrics(first / "metrics.jsonl") if r["event"] == "train"] == [1, 2, 3, 4]
-
-
-def of_two(folder):
-    """Parameters taken from a file; what is said where files differ; tokens after a resume with other batches."""
-    from pathlib import Path
-
-    from hecate.distributed import gathered
-    from hecate.train import Hooks
-
-    sys.modules["matplotlib.figure"] = None
-    here, tokens = Path(folder), []
-
-    class Counts(Hooks):
-        def on_step(self, trainer, record):
-            tokens.append(record["tokens"])
-
-    with start(ParallelConfig(data=2), timeout=60.0) as world:
-        trainer = Trainer(experiment(parallel={"data": 2}), world=world)
-        begin_from(trainer, here / "a.safetensors")
-        whole = {name: gathered(x).detach().tolist() for name, x in trainer.model.state_dict().items()}
-        try:
-            begin_from(trainer, here / f"{'ab'[world.rank]}.safetensors")
-            fault = ""
-        except HecateError as error:
-            fault = f"{type(error).__name__}: {error}"
-        config = experiment(parallel={"data": 2}, budget={"steps": 4, "batch_size": 24})
-        run_experiment(
-            config, here / "first", resume=True, allow=["budget.batch_size"], hooks=[Counts()], world=world,
-            display=Display(quiet=True),
-        )  # fmt: skip
-    return whole, fault, tokens

@@ -17,12 +17,11 @@ from hecate.cli import main
 from hecate.data import Bytes
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.models import LanguageModel, LanguageModelConfig
-from hecate.train import checkpoints, generate, open_model, open_run, run_experiment
-from hecate.train.display import Display
+from hecate.train import checkpoints, generate, open_model, open_run
 from hecate.train.evaluate import Draws, likely, written
 from hecate.train.trained import by_length, export_weights, import_weights, parse_lengths, source_of, tables
 
-from .common import tiny
+from .common import quiet_run, tiny
 from .worlds import MODELS
 
 
@@ -42,7 +41,7 @@ def corpus(tmp_path_factory):
         data={"kind": "text", "paths": [str(home / "text.txt")]}, model={"memory": "gated_delta"},
         budget={"seq_len": 16, "steps": 20}, sample={"prompt": "line ", "tokens": 3},
     )  # fmt: skip
-    run_experiment(config, home / "run", display=Display(quiet=True))
+    quiet_run(config, home / "run")
     (home / "text.txt").unlink()
     return home / "run", text
 
@@ -248,7 +247,7 @@ def test_lengths_and_data_that_do_not_fit_are_refused(corpus, tmp_path, hecate):
     assert code == 2 and "a window of seq_len=64 needs 65" in err
     code, _, err = hecate("eval", folder, "--data", tmp_path / "gone")
     assert code == 2 and "no file or folder" in err
-    run_experiment(tiny(budget={"steps": 1}), tmp_path / "task", display=Display(quiet=True))
+    quiet_run(tiny(budget={"steps": 1}), tmp_path / "task")
     code, _, err = hecate("eval", tmp_path / "task", "--lengths", "64")
     assert code == 2 and "data 'mqar' has sequences of length 8, got 64" in err
     code, _, err = hecate("eval", tmp_path / "task", "--data", short)
@@ -269,7 +268,7 @@ def test_tokens_are_continued_by_the_copy_of_their_tokenizer(tmp_path, hecate):
         data={"kind": "tokens", "path": str(shards), "validation": 0.2}, budget={"seq_len": 16, "steps": 2},
         sample={"prompt": "word", "tokens": 2},
     )  # fmt: skip
-    run_experiment(config, tmp_path / "run", display=Display(quiet=True))
+    quiet_run(config, tmp_path / "run")
     code, out, err = hecate("eval", tmp_path / "run", "--data", shards, "--lengths", "16,64")
     assert code == 0 and "perplexity" in out, err
     one = export_weights(tmp_path / "run", "safetensors", tmp_path / "one")

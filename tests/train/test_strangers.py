@@ -22,15 +22,13 @@ from hecate.errors import HecateError
 from hecate.evals import evaluate_run
 from hecate.files import read_whole, write_file
 from hecate.microscope.report import report_run
-from hecate.models.language_model import parameters_of
-from hecate.train import Trainer, open_model, open_run, run_experiment
+from hecate.train import Trainer, open_model, open_run
 from hecate.train.checkpoint import _digest
-from hecate.train.display import Display
 from hecate.train.run import check_folder
 from hecate.train.trained import NAMES, export_weights, import_weights
 from tests.clock import within
 
-from .common import tiny
+from .common import quiet_run, tiny
 
 pytestmark = pytest.mark.usefixtures("figures")  # reports of runs have pictures
 SECRET = "nothing in here is for others\n"
@@ -43,7 +41,7 @@ def made(tmp_path_factory):
     text = home.parent / "text.txt"
     text.write_text("".join(f"line {n} of {n * n % 97}\n" for n in range(900)))
     config = tiny(data={"kind": "text", "paths": [str(text)]}, budget={"seq_len": 16, "steps": 4})
-    run_experiment(config, home, display=Display(quiet=True))
+    quiet_run(config, home)
     return home
 
 
@@ -55,7 +53,7 @@ def folder(made, tmp_path):
 
 
 def again(folder, **how):
-    return run_experiment(tiny(**settings(folder)), folder, resume=True, display=Display(quiet=True), **how)
+    return quiet_run(tiny(**settings(folder)), folder, resume=True, **how)
 
 
 def settings(folder):
@@ -151,7 +149,7 @@ def test_another_name_of_a_file_is_not_written_through(folder, tmp_path, name):
     fields = settings(folder)
     fields["budget"]["steps"] = 5
     config = tiny(**fields)
-    assert run_experiment(config, folder, resume=True, display=Display(quiet=True)).step == 5
+    assert quiet_run(config, folder, resume=True).step == 5
     assert other.read_bytes() == before != (folder / name).read_bytes() or name == "env.json"
     assert not (folder / name).samefile(other)
 
@@ -200,10 +198,6 @@ def claim(folder, model, where):
             document["content"]["facts"]["config"]["model"] |= model
             document["digest"] = _digest(document["content"])
             file.write_text(json.dumps(document))
-
-
-def test_the_claim_is_large():
-    assert parameters_of(tiny(model=LARGE).model_for_data()) > 30e9
 
 
 @pytest.mark.spec("TRAIN-EST-D6")
