@@ -30,17 +30,13 @@ WHOLE = bytes(range(100)) + b"\n" + bytes(range(200, 256)) + b"\n" + bytes(range
 
 @pytest.mark.spec("DATA-TEXT-D1")
 @pytest.mark.parametrize(
-    "paths", [["."], ["a.txt", "b.txt", "deep/c.md"], ["*.txt", "**/*.md"], ["b.txt", ".", "a.txt"]]
+    "paths", [["."], ["a.txt", "b.txt", "deep/c.md"], ["{}/*.txt", "**/*.md"], ["b.txt", ".", "a.txt"]]
 )
 def test_files_folders_and_globs(corpus, monkeypatch, paths):
     monkeypatch.chdir(corpus)
-    source = Text(paths=paths, validation=0.25).load()
+    source = Text(paths=[path.format(corpus) for path in paths], validation=0.25).load()
     assert source.train.tobytes() + source.validation.tobytes() == WHOLE
     assert len(source.validation) == len(WHOLE) // 4
-
-
-def test_absolute_globs(corpus):
-    assert len(Text(paths=[f"{corpus}/*.txt"]).load().train) > 0
 
 
 @pytest.mark.spec("DATA-TEXT-D2")

@@ -190,13 +190,20 @@ BROKEN: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("upgraded") / "a"
+    hecate.hf.save(upgraded(), folder)
+    return folder
+
+
 @pytest.mark.spec("HF-SAVED-E1")
 @pytest.mark.parametrize("words", BROKEN)
-def test_folders_that_do_not_fit_are_refused(words, tmp_path):
-    hecate.hf.save(upgraded(), tmp_path / "a")
-    BROKEN[words](tmp_path / "a")
+def test_folders_that_do_not_fit_are_refused(words, saved, tmp_path):
+    folder = Path(shutil.copytree(saved, tmp_path / "a"))
+    BROKEN[words](folder)
     with pytest.raises(CheckpointError, match=words):
-        hecate.hf.load(tmp_path / "a")
+        hecate.hf.load(folder)
 
 
 @pytest.mark.spec("HF-SAVED-E1")

@@ -119,7 +119,7 @@ def test_a_document_of_a_newer_hecate_is_told_apart_from_a_misspelt_one(load):
         ("../parts", "no name of a module"), ("", "no name of a module"),
         ("..", "no name of a module"), ("/etc/x", "no name of a module"),
         ("broken_syntax", "SyntaxError"), ("broken_name", "NameError"), ("leaves", "SystemExit"),
-        ("wrong_kind", "must pin its kind"),
+        ("wrong_kind", "must pin its kind"), ("gone", "No module named 'gone'; name a module"),
     ],
 )  # fmt: skip
 def test_a_module_that_cannot_be_imported_is_one_sentence(tmp_path, capsys, monkeypatch, name, word):
