@@ -424,53 +424,6 @@ def test_all_layers_of_a_model_without_a_head_of_quantised_weights():
     graft(quantised(made()), range(2), reuse=False)
 
 
-def recall(generator: torch.Generator, rows: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, each with its value, eight fillers, and one of the keys: which value was it?"""
-    keys = torch.stack([torch.randperm(6, generator=generator)[:pairs] for _ in range(rows)]) + 1
-    values = torch.randint(8, 16, (rows, pairs), generator=generator)
-    fill = torch.randint(16, 24, (rows, 8), generator=generator)
-    which = torch.randint(pairs, (rows, 1), generator=generator)
-    both = torch.stack([keys, values], -1).flatten(1)
-    return torch.cat([both, fill, keys.gather(1, which)], 1), values.gather(1, which)[:, 0]
-
-
-def trained(model: Any, steps: int, lr: float, pairs: int) -> tuple[list[float], float]:
-    """The losses of training, and the share of rows answered right afterwards."""
-    source = torch.Generator().manual_seed(1)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    losses = []
-    for _ in range(steps):
-        ids, answers = recall(source, 32, pairs)
-        loss = nn.functional.cross_entropy(model(ids, use_cache=False).logits[:, -1], answers)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    ids, answers = recall(torch.Generator().manual_seed(5), 256, pairs)
-    with torch.no_grad():
-        return losses, float((model(ids).logits[:, -1].argmax(-1) == answers).double().mean())
-
-
-@pytest.mark.slow
-@pytest.mark.spec("HF-GRAFT-D3")
-@pytest.mark.parametrize(("pairs", "steps", "blind"), [(1, 60, 1 / 8), (2, 200, 1 / 2)])
-def test_a_frozen_model_learns_to_recall_beyond_its_window(pairs, steps, blind):
-    """Two layers that see three tokens back each cannot reach a value nine or more tokens back, whatever is trained:
-    one of eight answers is right. Guessing one of the values that were there gets `blind`."""
-    sizes = {"vocab_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-
-    def model() -> Any:
-        return made("mistral", **sizes, head_dim=16, tie_word_embeddings=True, pad_token_id=None).float()
-
-    _, without_memory = trained(model().requires_grad_(True), steps, 3e-3, pairs)
-    assert without_memory < 1 / 8 + 5 * (7 / 64 / 256) ** 0.5  # five deviations of guessing
-    memory = put(model(), "delta", layers=[0, 1])
-    frozen = {name: p.clone() for name, p in memory.named_parameters() if not p.requires_grad}
-    losses, share = trained(memory, steps, 1e-2, pairs)
-    assert losses[-1] < losses[0] and share > blind + 0.2
-    assert all(torch.equal(p, frozen[name]) for name, p in memory.named_parameters() if name in frozen)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.spec("HF-GRAFT-D5")

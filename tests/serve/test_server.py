@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -345,6 +346,7 @@ def test_a_file_is_the_old_one_or_the_new_one_whenever_its_writer_is_killed(tmp_
 
 
 SERVER = """
+import os
 import sys
 import torch
 from hecate import states
@@ -353,24 +355,32 @@ from hecate.serve.server import serve
 from tests.serve.common import TEXTS, made
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
-model = made()
-scheduler = Scheduler(model, memories=Memories(sys.argv[1], states.fingerprint(model)))
-serve(application(scheduler, TEXTS), port=int(sys.argv[2]))
+for _ in sys.stdin:  # a server for each line, one after the other
+    child = os.fork()
+    if not child:
+        model = made()
+        scheduler = Scheduler(model, memories=Memories(sys.argv[1], states.fingerprint(model)))
+        serve(application(scheduler, TEXTS), port=int(sys.argv[2]))
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def started(users: Path, port: int) -> Any:
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(users), str(port)], cwd=Path(__file__).parents[2])
+def started(servers: Any, port: int) -> int:
+    """The process of a server that answers."""
 
     def ready() -> bool:
-        assert process.poll() is None
+        assert servers.poll() is None
         try:
             return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
 
+    print(file=servers.stdin, flush=True)
+    pid = int(servers.stdout.readline())
     wait_for(ready, 120)
-    return process
+    return pid
 
 
 @pytest.mark.spec("SERVE-USER-D1")
@@ -380,22 +390,26 @@ def test_a_memory_survives_a_server_that_is_killed(tmp_path, model):
     wanted = said(model, turns, COUNT)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    process = started(tmp_path, port)
+    url, command = f"http://127.0.0.1:{port}", [sys.executable, "-c", SERVER, str(tmp_path), str(port)]
+    how: dict[str, Any] = {"cwd": Path(__file__).parents[2], "text": True, "start_new_session": True}
+    servers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how)
     try:
+        pid = started(servers, port)
         assert post(url, prompt=turns[0], user="ada", **HOW).json()["choices"][0]["text"] == wanted[0]
         body = {"prompt": "no", "user": "ada", "stream": True, "max_tokens": 1000}
         with httpx.stream("POST", f"{url}/v1/completions", timeout=20, json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGKILL)
-        process.wait(20)
-        process = started(tmp_path, port)
+            os.kill(pid, signal.SIGKILL)
+        assert int(servers.stdout.readline()) == -signal.SIGKILL
+        pid = started(servers, port)
         for turn, text in zip(turns[1:], wanted[1:], strict=True):
             assert post(url, prompt=turn, user="ada", **HOW).json()["choices"][0]["text"] == text
+        os.kill(pid, signal.SIGTERM)
+        assert int(servers.stdout.readline()) in (0, -signal.SIGTERM)
     finally:
-        process.terminate()
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        os.killpg(servers.pid, signal.SIGKILL)
+        servers.communicate()
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
