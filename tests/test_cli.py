@@ -102,11 +102,8 @@ def test_errors_are_one_message_on_stderr(hecate):
             2,
             "error: no preset 'nope'. Did you mean 'hope'? Known: cms, hope, hope_170m, lact_760m, lm-130m, ",
         ),
-        (("train", "gone.yaml"), 2, "error: cannot read config gone.yaml: No such file"),
         (("train", "tiny.yaml", "--set", "optim.lr=0"), 2,
          "error: optim.lr: must be > 0.0, got 0  [--set optim.lr=0]"),
-        (("train", "tiny.yaml", "--steps", "0"), 2,
-         "error: budget.steps: must be >= 1, got 0  [--set budget.steps=0]"),
         (("train", "tiny.yaml", "--set", "data.kind=text", "--set", "data.paths=[gone.txt]"), 2,
          "error: data.paths: no file or folder 'gone.txt'"),
         (("train", "tiny.yaml", "--resume"), 2,
@@ -118,9 +115,7 @@ def test_errors_are_one_message_on_stderr(hecate):
         (("eval", "gone"), 2, "error: gone is not a run folder: there is no such folder; name one that "
          "`hecate train` has written, such as runs/quickstart"),
         (("generate", "gone"), 2, "error: gone is not a run folder"),
-        (("eval", "x" * 300), 2, "error: cannot use 'xxx"),
         (("train", "tiny.yaml", "--out", "x" * 300), 2, "error: cannot use 'xxx"),
-        (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'. Did you mean 'phi'? Known: phi, bias, retention, link, "
          "algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, rules, "
          "presets."),

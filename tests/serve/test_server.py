@@ -307,44 +307,6 @@ def test_a_scheduler_that_has_failed_is_told(model, monkeypatch):
         assert httpx.get(f"{url}/health").status_code == 503 and post(url, prompt="a").status_code == 503
 
 
-KILLED = """
-import os, random, signal, sys, time
-import torch
-from hecate.serve import Memories
-folder, draws = sys.argv[1], random.Random(0)
-torch.set_num_threads(1)  # a forked child has no pool of threads
-memories = Memories(folder, "m")
-memories.save("ada", {"step": torch.zeros(1), "state": torch.zeros(1, 200_000)})
-start, last = time.monotonic(), 0.0
-for _ in range(5):
-    memories.save("ada", {"step": torch.zeros(1), "state": torch.zeros(1, 200_000)})
-one = (time.monotonic() - start) / 5  # a disk's own time for a file
-for kill in range(20):
-    child = os.fork()
-    if not child:
-        for step in range(int(last) + 1, 10_000):
-            value = torch.full((1, 200_000), float(step))
-            memories.save("ada", {"step": value[0, :1], "state": value})
-        os._exit(0)
-    time.sleep(draws.uniform(0.1, 4) * one)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    found = memories.load("ada")
-    assert bool((found["state"] == found["step"]).all()) and float(found["step"]) >= last, kill
-    last = float(found["step"])
-memories.close()
-Memories(folder, "m")
-assert sorted(os.listdir(folder)) == sorted([".lock", memories.path("ada").name]), os.listdir(folder)
-print("written", last)
-"""
-
-
-@pytest.mark.spec("SERVE-USER-D1")
-def test_a_file_is_the_old_one_or_the_new_one_whenever_its_writer_is_killed(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and float(done.stdout.split()[-1]) > 0, done.stderr
-
-
 SERVER = """
 import os
 import sys
