@@ -47,35 +47,54 @@ def test_loggers_are_opened_for_runs_that_begin_and_closed_each(tmp_path):
 
 
 @pytest.mark.spec("TRAIN-LOG-D1")
-def test_trackio_is_called_as_its_versions_want(tmp_path, monkeypatch):
-    """A package with the signatures of the real one, which may not be here."""
-    calls = []
+@pytest.mark.parametrize("kind", ["trackio", "wandb", "tensorboard"])
+def test_libraries_are_called_as_their_versions_want(tmp_path, monkeypatch, kind):
+    """Packages with the signatures of the real ones, which may not be here."""
+    opened, told, out = [], [], io.StringIO()
 
     class Run:
         def log(self, metrics, step=None):
-            assert not {"project", "run", "timestamp", "step", "time", "metrics"} & set(metrics)  # which it reserves
-            calls.append((step, metrics))
+            assert not {"project", "run", "timestamp", "time", "metrics"} & set(metrics)  # which trackio reserves
+            assert ("step" in metrics) == (kind == "wandb")
+            told.append((metrics.get("step", step), metrics))
+
+        def define_metric(self, name, step_metric=None):
+            assert (name, step_metric) in (("step", None), ("*", "step"))
+
+        def add_scalar(self, name, value, step, walltime=None):
+            told.append((step, {name: value}))
 
         def finish(self):
-            calls.append("finish")
+            told.append("finish")
 
-    def init(project, name=None, group=None, space_id=None, config=None, resume="never"):
-        print("hello")
-        calls.append((project, name, resume))
+        close = finish
+
+    def init(project, name=None, config=None, resume="never", id=None, dir=None, mode=None, settings=None):
+        print("hello" if kind == "trackio" else "", end="")
+        opened.append((project, name[:4], resume, dir, mode, id, config["name"]))
         return Run()
 
-    package = ModuleType("trackio")
-    package.init = init
-    monkeypatch.setitem(sys.modules, "trackio", package)
-    out = io.StringIO()
+    package = ModuleType(kind)
+    package.init, package.Settings = init, dict
+    package.SummaryWriter = lambda folder: opened.append(folder) or Run()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if kind == "tensorboard" else kind, package)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    folder = tmp_path / "run"
     with redirect_stdout(out):
-        for resume in (False, True):
-            run(tmp_path / "run", loggers=["trackio"], resume=resume)
-    assert out.getvalue() == ""
-    opened = [call for call in calls if call[0] == "hecate"]
-    assert len(opened) == 2 and opened[0] == opened[1] and opened[0][1].startswith("tiny-") and opened[0][2] == "allow"
-    assert [call[0] for call in calls if call != "finish" and "train/loss" in call[1]] == [1, 2]
-    assert calls[-1] == "finish"
+        for resume in (False, True):  # asked for twice, opened once
+            run(folder, loggers=[kind], resume=resume, tensorboard=kind == "tensorboard")
+    assert out.getvalue() == "" and len(opened) == 2 and opened[0] == opened[1] and told[-1] == "finish"
+    identity = (folder / "logger-id.txt").read_text() if kind == "wandb" else None
+    assert (
+        opened[0]
+        == {
+            "trackio": ("hecate", "tiny", "allow", None, None, None, "tiny"),
+            "wandb": ("hecate", "tiny", None, str(folder), "offline", identity, "tiny"),
+            "tensorboard": str(folder / "tensorboard"),
+        }[kind]
+    )
+    losses = {call[0]: call[1]["train/loss"] for call in told if call != "finish" and "train/loss" in call[1]}
+    assert losses == {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl") if r["event"] == "train"}
 
 
 def cursor_after(step, before, **fields):

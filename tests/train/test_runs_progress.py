@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import math
 import re
-import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -307,65 +304,3 @@ def test_a_logger_that_is_missing_is_named(tmp_path, monkeypatch):
 def test_numbers_of_a_record():
     record = {"event": "train", "step": 3, "time": 1.5, "loss": 2.0, "tokens": 7, "status": "x", "sound": True}
     assert numbers(record) == {"train/loss": 2.0, "train/tokens": 7}
-
-
-@pytest.mark.spec("TRAIN-LOG-D1")
-def test_tensorboard_for_real(tmp_path):
-    pytest.importorskip("tensorboard")
-    folder = run(tmp_path / "run", tensorboard=True, loggers=["tensorboard"]).folder
-    events = list((folder / "tensorboard").iterdir())
-    assert len(events) == 1  # asked for twice, opened once
-    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    found = reader.EventAccumulator(str(folder / "tensorboard"))
-    found.Reload()
-    losses = [(e.step, e.value) for e in found.Scalars("train/loss")]
-    wanted = [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl") if r["event"] == "train"]
-    assert losses == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in wanted]
-    assert {"eval/validation_loss", "train/tokens", "end/seconds"} <= set(found.Tags()["scalars"])
-
-
-def leveldb_log(data: bytes, block: int = 1 << 15) -> Iterator[bytes]:
-    """The records of a log as LevelDB writes it, behind a header of seven bytes."""
-    at, parts = 7, b""
-    while at + 7 <= len(data):
-        if block - at % block < 7:
-            at += block - at % block
-            continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield parts
-            parts = b""
-
-
-@pytest.mark.spec("TRAIN-LOG-D1")
-@pytest.mark.filterwarnings("ignore")
-def test_wandb_for_real_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    loggers = [{"kind": "wandb", "project": "tests"}]
-    folder = run(tmp_path / "run", loggers=loggers, budget={"steps": 10}).folder
-    run(tmp_path / "run", loggers=loggers, resume=True)
-    files = list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert files and len({f.name for f in files}) == 1  # one run, however often it is resumed
-    wire = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    told: dict[int, float] = {}
-    for file in files:
-        for data in leveldb_log(file.read_bytes()):
-            record = wire.Record()
-            record.ParseFromString(data)
-            row = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-            if "train/loss" in row:
-                told[int(row["step"])] = float(row["train/loss"])
-    wanted = {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl") if r["event"] == "train"}
-    assert told == pytest.approx(wanted) and len(wanted) == 20
-
-
-@pytest.mark.spec("TRAIN-LOG-D1")
-def test_trackio_for_real(tmp_path, monkeypatch):
-    pytest.importorskip("trackio", exc_type=ImportError)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    run(tmp_path / "run", loggers=[{"kind": "trackio", "project": "tests"}])
-    assert list((tmp_path / "trackio").rglob("*.db"))
