@@ -12,6 +12,7 @@ import pytest
 
 from hecate.errors import CheckpointError, ConfigError, HookError
 from hecate.train.checkpoint import Checkpoint
+from hecate.train.loggers import read_metrics
 from hecate.train.state import allowing
 
 from .common import TiedGRU, quiet_run, tiny
@@ -69,9 +70,9 @@ def test_libraries_are_called_as_their_versions_want(tmp_path, monkeypatch, kind
 
         close = finish
 
-    def init(project, name=None, config=None, resume="never", id=None, dir=None, mode=None, settings=None):
+    def init(project, name=None, config=None, resume="never", **how):
         print("hello" if kind == "trackio" else "", end="")
-        opened.append((project, name[:4], resume, dir, mode, id, config["name"]))
+        opened.append((project, name, resume, *(how.get(name) for name in ("dir", "mode", "id")), config["name"]))
         return Run()
 
     package = ModuleType(kind)
@@ -84,15 +85,13 @@ def test_libraries_are_called_as_their_versions_want(tmp_path, monkeypatch, kind
         for resume in (False, True):  # asked for twice, opened once
             run(folder, loggers=[kind], resume=resume, tensorboard=kind == "tensorboard")
     assert out.getvalue() == "" and len(opened) == 2 and opened[0] == opened[1] and told[-1] == "finish"
-    identity = (folder / "logger-id.txt").read_text() if kind == "wandb" else None
-    assert (
-        opened[0]
-        == {
-            "trackio": ("hecate", "tiny", "allow", None, None, None, "tiny"),
-            "wandb": ("hecate", "tiny", None, str(folder), "offline", identity, "tiny"),
-            "tensorboard": str(folder / "tensorboard"),
-        }[kind]
-    )
+    identity = "" if kind == "tensorboard" else (folder / "logger-id.txt").read_text()
+    wanted = {
+        "trackio": ("hecate", f"tiny-{identity[:8]}", "allow", None, None, None, "tiny"),
+        "wandb": ("hecate", "tiny", None, str(folder), "offline", identity, "tiny"),
+        "tensorboard": str(folder / "tensorboard"),
+    }
+    assert opened[0] == wanted[kind]
     losses = {call[0]: call[1]["train/loss"] for call in told if call != "finish" and "train/loss" in call[1]}
     assert losses == {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl") if r["event"] == "train"}
 
