@@ -171,6 +171,12 @@ def test_a_killed_run_goes_on(tmp_path):
     assert "going on after 2 finished parts" in notes
 
 
+def below(pid: int) -> list[int]:
+    """The processes that a process has started, and theirs."""
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [each for child in children for each in (child, *below(child))]
+
+
 @pytest.mark.slow
 @pytest.mark.spec("DATA-TOKENIZE-D3")
 def test_workers_end_with_the_process_that_started_them(tmp_path):
@@ -180,32 +186,13 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     end = time.monotonic() + 60
     while not list((tmp_path / "out").glob("part-*.json")) and time.monotonic() < end:
         time.sleep(0.01)
-    children = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _group(p) == os.getpgid(run.pid)]
-    mine = [pid for pid in children if str(run.pid) in _ancestors(pid)]
+    mine = below(run.pid)
     assert len(mine) > 2
     run.kill()
     run.wait()
     while any(Path(f"/proc/{pid}").exists() for pid in mine) and time.monotonic() < end:
         time.sleep(0.05)
     assert not [pid for pid in mine if Path(f"/proc/{pid}").exists()]
-
-
-def _group(path: Path) -> int:
-    try:
-        return int((path / "stat").read_text().rpartition(")")[2].split()[2])
-    except OSError:
-        return -1
-
-
-def _ancestors(pid: int) -> set[str]:
-    found: set[str] = set()
-    while pid > 1:
-        found.add(str(pid))
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            break
-    return found
 
 
 @pytest.mark.spec("DATA-TOKENIZE-D3")

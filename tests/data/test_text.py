@@ -65,13 +65,6 @@ def test_validation_windows_share_no_label(corpus, batches, labels):
     assert len(set(positions)) == len(positions) and all(p % 8 == 0 for p in positions)
 
 
-def test_batches_are_a_function_of_seed_and_step(corpus):
-    source = Text(paths=[str(corpus)]).load()
-    assert torch.equal(source.train_batch(1, 2, 4, 8)[0], source.train_batch(1, 2, 4, 8)[0])
-    assert not torch.equal(source.train_batch(1, 2, 4, 8)[0], source.train_batch(1, 3, 4, 8)[0])
-    assert not torch.equal(source.train_batch(1, 2, 4, 8)[0], source.train_batch(2, 2, 4, 8)[0])
-
-
 def test_unusable_files_are_named(corpus, monkeypatch):
     for fields, message in (
         ({"paths": ["nothing.txt"]}, "no file or folder 'nothing.txt'"),

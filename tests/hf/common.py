@@ -115,8 +115,8 @@ def takes_back(model: Any, within: float = 3e-6) -> Any:
         return model(input_ids=some, past_key_values=cache).logits
 
     whole, cache = logits(model), DynamicCache(config=model.config)
-    cache.activate_past_recording()
     read(cache, IDS[:, :20])
+    cache.activate_past_recording()
     assert cache.is_croppable
     read(cache, IDS.flip(1)[:, :5])
     cache.crop(-5)

@@ -143,7 +143,8 @@ RULES: dict[str, Any] = {
     + [pytest.param("llama", rule, marks=pytest.mark.slow) for rule in RULES if rule != "titans"],
 )
 def test_caches_padding_beams_and_documents(family, memory):
-    goes_on(put(made(family), RULES[memory], loud=2.0), 1e-9, static=True)
+    # Behind padding other positions are turned by, whose angles are float32.
+    goes_on(put(made(family), RULES[memory], loud=2.0), 1e-7, static=True)
 
 
 @pytest.mark.spec("HF-GRAFT-I2", "HF-GRAFT-D2")
@@ -156,7 +157,7 @@ def test_a_memory_in_an_attention_s_place(family):
     assert isinstance(attention, InPlace) and not torch.allclose(model(IDS).logits, before)
     attention.q_proj.weight.data.zero_()  # not used
     attention.o_proj.weight.data.zero_()
-    goes_on(model, 1e-9, static=True)
+    goes_on(model, 1e-7, static=True)
     assert not any(p.requires_grad for n, p in attention.named_parameters() if "hecate" not in n)
     model(IDS, labels=IDS).loss.backward()
     assert attention.hecate.memory.qkv.weight.grad.abs().sum() > 0
