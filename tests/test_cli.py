@@ -42,17 +42,6 @@ def plain(monkeypatch, tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
 
 
-@pytest.fixture
-def hecate(capsys):
-    def call(*argv):
-        with pytest.raises(SystemExit) as caught:
-            main(argv)
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
-
-
 @pytest.mark.spec("TRAIN-CLI-D1")
 def test_train_evaluate_generate_and_resume(hecate, tmp_path):
     code, out, err = hecate("train", "tiny.yaml", "--set", "optim.lr=1e-2", "--out", "run")

@@ -296,32 +296,6 @@ CHECKS: dict[Callable[[ast.AST, str], Iterator[str]], dict[str, list[str]]] = {
     ]},
 }  # fmt: skip
 
-ALLOWED = {
-    upward_imports: [("engine", "from hecate.rule import x"), ("testing", "import hecate.engine")],
-    bare_asserts: [("testing", "assert x")],
-    long_functions: [
-        ("phi", "def f():\n" + "    x = 1\n" * 59),
-        ("engine", "@triton.jit\ndef f():\n" + "    x = 1\n" * 149),
-        ("engine", "@triton.jit(debug=True)\ndef f():\n" + "    x = 1\n" * 149),
-    ],
-    unpickling: [("train", "from safetensors.torch import load")],
-    global_randomness: [
-        ("phi", "torch.randn(3, generator=g)\nx.normal_(generator=g)\ntorch.Generator().manual_seed(0)"),
-        ("train", "with torch.random.fork_rng(), x as y:\n    torch.manual_seed(0)"),
-        ("data", "random.Random(0)\nnp.random.default_rng(0)\nrng.shuffle(x)"),
-    ],
-    private_engine_imports: [
-        ("engine", "from hecate.engine.scan import memory_scan"),
-        ("nn", "from hecate.engine import memory_scan"),
-    ],
-    asked_kinds: [("engine", "kind = rule.kind is None\nvariants()[kind]"), ("train", "kind == 'adamw'")],
-    asked_variants: [
-        ("nn", "from hecate.phi import ELU, FeatureMap\nisinstance(x, FeatureMap) and isinstance(y, nn.ELU)"),
-        ("train", "from hecate.phi import ELU\nisinstance(x, ELU)"),
-    ],
-    second_orders_cut: [("tape", "once = 1")],
-}
-
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_sources(check):
@@ -340,11 +314,10 @@ def complaints(check: Callable[[ast.AST, str], Iterator[str]]) -> dict[str, list
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_check_itself(check):
+    """Misses nothing; what it may not refuse stands in the sources."""
     for room, faults in CHECKS[check].items():
         for fault in faults:
             assert list(check(ast.parse(fault), room)), f"missed in {room}: {fault}"
-    for room, source in ALLOWED[check]:
-        assert not list(check(ast.parse(source), room)), f"refused in {room}: {source}"
 
 
 def test_every_room_has_a_floor():

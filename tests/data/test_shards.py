@@ -40,6 +40,7 @@ from hecate.data.tokenize import tokenize
 from hecate.data.tokenizer import open_tokenizer, train_tokenizer
 from hecate.errors import DataError, install_line
 from tests.data.corpora import WORDS, bytes_folder, jsonl, texts
+from tests.ranks import descendants
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -171,12 +172,6 @@ def test_a_killed_run_goes_on(tmp_path):
     assert "going on after 2 finished parts" in notes
 
 
-def below(pid: int) -> list[int]:
-    """The processes that a process has started, and theirs."""
-    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return [each for child in children for each in (child, *below(child))]
-
-
 @pytest.mark.slow
 @pytest.mark.spec("DATA-TOKENIZE-D3")
 def test_workers_end_with_the_process_that_started_them(tmp_path):
@@ -186,7 +181,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     end = time.monotonic() + 60
     while not list((tmp_path / "out").glob("part-*.json")) and time.monotonic() < end:
         time.sleep(0.01)
-    mine = below(run.pid)
+    mine = descendants(run.pid)
     assert len(mine) > 2
     run.kill()
     run.wait()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hecate.cli import main
 from hecate.errors import CheckpointError, ConfigError, HealthWarning, install_line
 from hecate.microscope.report import BEGIN, END, report_run, with_section
 from hecate.train import ExperimentConfig, checkpoints
@@ -53,13 +52,11 @@ def test_a_memory_that_writes_nothing_is_warned_of(tmp_path):
 
 
 @pytest.mark.spec("SCOPE-REPORT-D1", "SCOPE-REPORT-I1")
-def test_a_run_gets_pictures_and_a_section_once(run, capsys):
+def test_a_run_gets_pictures_and_a_section_once(run, hecate):
     report = run / "report.md"
     before = report.read_text(encoding="utf-8")
-    with pytest.raises(SystemExit) as caught:
-        main(["report", str(run)])
-    out, err = capsys.readouterr()
-    assert not caught.value.code, err
+    code, out, err = hecate("report", run)
+    assert code == 0, err
     figure = run / "figures" / "microscope-blocks.0.memory.png"
     assert out.splitlines() == [str(figure), f"step 4, 8 tokens; report: {report}"]
     text = report.read_text(encoding="utf-8")

@@ -375,15 +375,9 @@ def test_a_memory_survives_a_server_that_is_killed(tmp_path, model):
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
-def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
+def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, hecate):
     hf = pytest.importorskip("hecate.hf")
-    from hecate import cli
     from hecate.serve import server as module
-
-    def command(*line: Any) -> int:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["serve", *map(str, line)])
-        return int(ended.value.code or 0)
 
     own, folder = made(), tmp_path / "tiny"
     hf.HecateForCausalLM.of(own).save_pretrained(folder)
@@ -391,7 +385,7 @@ def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}!"
     tokenizer.save_pretrained(folder)
     monkeypatch.delenv("HECATE_API_KEY", raising=False)
-    assert command(folder, "--host", "0.0.0.0") and "set HECATE_API_KEY" in capsys.readouterr().err
+    assert "set HECATE_API_KEY" in hecate("serve", folder, "--host", "0.0.0.0")[2]
 
     def answered(app: Any, host: str, port: int, *, key: str | None) -> None:
         assert (host, port, key) == ("127.0.0.1", 8123, None)
@@ -405,18 +399,18 @@ def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
             assert talk["model"] == "tiny" and talk["choices"][0]["message"]["content"] == said(own, ["uhi!"], COUNT)[0]
 
     monkeypatch.setattr(module, "serve", answered)
-    assert command(folder, "--prefixes", tmp_path / "both", "--memories", tmp_path / "both")
-    assert "memories and prefixes are both" in capsys.readouterr().err and not (tmp_path / "both").exists()
+    both = ("--prefixes", tmp_path / "both", "--memories", tmp_path / "both")
+    assert "memories and prefixes are both" in hecate("serve", folder, *both)[2] and not (tmp_path / "both").exists()
     more = ("--port", 8123, "--prefixes", tmp_path / "tree", "--memories", tmp_path / "users")
     for exact in ((), (), ("--exact",)):
         if exact:  # states of the other kind are of another model
-            assert command(folder, *more, *exact) and "another model" in capsys.readouterr().err
+            assert "another model" in hecate("serve", folder, *more, *exact)[2]
             shutil.rmtree(tmp_path / "tree")
-        assert command(folder, *more, *exact) == 0
-        assert "tiny at http://127.0.0.1:8123" in capsys.readouterr().out
+        code, out, _ = hecate("serve", folder, *more, *exact)
+        assert code == 0 and "tiny at http://127.0.0.1:8123" in out
         assert len(list((tmp_path / "tree").iterdir())) == 2
         (next((tmp_path / "users").glob("*.safetensors"))).unlink()
-    assert command(tmp_path / "tree") and "tree" in capsys.readouterr().err
+    assert "tree" in hecate("serve", tmp_path / "tree")[2]
 
 
 STOPPED_TWICE = """
@@ -451,10 +445,9 @@ def test_a_second_ctrl_c_stops_the_application_and_prints_no_traceback():
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
-def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, hecate):
     import importlib
 
-    from hecate import cli
     from hecate import serve as package
 
     monkeypatch.delitem(sys.modules, "hecate.serve.server")
@@ -462,9 +455,7 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ImportError, match=r'needs starlette and uvicorn: pip install -c constraints.txt "\.\[serve\]"'):
         importlib.import_module("hecate.serve").application  # noqa: B018
-    with pytest.raises(SystemExit):
-        cli.main(["serve", str(tmp_path)])
-    assert 'pip install -c constraints.txt ".[serve]"' in capsys.readouterr().err
+    assert 'pip install -c constraints.txt ".[serve]"' in hecate("serve", tmp_path)[2]
     code = (
         "import sys, hecate, hecate.cli, hecate.serve; sys.exit('starlette' in sys.modules or 'uvicorn' in sys.modules)"
     )
@@ -472,8 +463,7 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
-def test_the_command_serves_a_run(tmp_path, monkeypatch, float32):
-    from hecate import cli
+def test_the_command_serves_a_run(tmp_path, monkeypatch, hecate, float32):
     from hecate.serve import server as module
     from hecate.train import open_model
     from tests.train.common import quiet_run, tiny
@@ -494,6 +484,4 @@ def test_the_command_serves_a_run(tmp_path, monkeypatch, float32):
 
     monkeypatch.setattr(module, "serve", answered)
     monkeypatch.setenv("HECATE_API_KEY", "secret")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", str(tmp_path / "run"), "--host", "0.0.0.0", "--name", "mine"])
-    assert not ended.value.code
+    assert hecate("serve", tmp_path / "run", "--host", "0.0.0.0", "--name", "mine")[0] == 0

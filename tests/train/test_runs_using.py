@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hecate.cli import main
 from hecate.data import Bytes
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.models import LanguageModel, LanguageModelConfig
@@ -44,17 +43,6 @@ def corpus(tmp_path_factory):
     quiet_run(config, home / "run")
     (home / "text.txt").unlink()
     return home / "run", text
-
-
-@pytest.fixture
-def hecate(capsys):
-    def call(*argv):
-        with pytest.raises(SystemExit) as caught:
-            main([str(part) for part in argv])
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
 
 
 def seeds(count: int) -> list[torch.Generator]:

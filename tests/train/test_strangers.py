@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 
-from hecate.cli import main
 from hecate.compare.cells import RESULT
 from hecate.compare.run import RECORDS, _Job, _Work
 from hecate.errors import HecateError
@@ -121,7 +120,7 @@ def test_a_pipe_in_a_run_folder_is_not_waited_for(folder, name, way):
 
 
 @pytest.mark.spec("TRAIN-FOLDER-D1")
-def test_the_command_line_touches_no_target_of_a_link(folder, tmp_path, capsys):
+def test_the_command_line_touches_no_target_of_a_link(folder, hecate, tmp_path):
     target = tmp_path / "target"
     target.write_text(SECRET)
     (folder / "metrics.jsonl").unlink()
@@ -132,10 +131,8 @@ def test_the_command_line_touches_no_target_of_a_link(folder, tmp_path, capsys):
         ["export", folder, *out], ["export", folder, "--to", "hf", *out], ["import", folder, *out],
         ["eval", folder, "--lengths", "16"], ["eval", folder, "--tasks", "niah"],
     ):  # fmt: skip
-        with pytest.raises(SystemExit) as caught:
-            main([str(part) for part in argv])
-        assert caught.value.code == 2
-        assert capsys.readouterr().err.startswith(f"error: {folder}/metrics.jsonl is a symbolic link")
+        code, _, err = hecate(*argv)
+        assert code == 2 and err.startswith(f"error: {folder}/metrics.jsonl is a symbolic link")
     assert target.read_text() == SECRET and not (tmp_path / "out").exists()
 
 
