@@ -52,6 +52,7 @@ def test_windows_stay_in_their_split_and_reach_all_of_it(corpus):
             assert place >= 0
             seen.add(place)
     assert seen == set(range(len(source.train) - 8))
+    assert not torch.equal(source.train_batch(0, 2, 4, 8).tokens, source.train_batch(1, 2, 4, 8).tokens)
 
 
 @pytest.mark.spec("DATA-TEXT-D2")
