@@ -466,12 +466,9 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
 def test_the_command_serves_a_run(tmp_path, monkeypatch, hecate, float32):
     from hecate.serve import server as module
     from hecate.train import open_model
-    from tests.train.common import quiet_run, tiny
+    from tests.train.common import text_run
 
-    (tmp_path / "a.txt").write_text("a text to train on, " * 40)
-    data = {"kind": "text", "paths": [str(tmp_path / "a.txt")]}
-    config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
-    quiet_run(config, tmp_path / "run")
+    text_run(tmp_path, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
     own: Any = open_model(tmp_path / "run", "best").model
 
     def answered(app: Any, host: str, port: int, *, key: str | None) -> None:

@@ -34,6 +34,13 @@ def quiet_run(config, folder, **how):
     return run_experiment(config, folder, display=Display(quiet=True), **how)
 
 
+def text_run(home, **fields):
+    """The folder of a run on a text of its own, both in `home`."""
+    (home / "text.txt").write_text("".join(f"line {n} of {n * n % 97}\n" for n in range(900)))
+    data = {"kind": "text", "paths": [str(home / "text.txt")]}
+    return quiet_run(tiny(data=data, **fields), home / "run").folder
+
+
 class TiedGRU(nn.Module):
     """Embedding, GRU and a head that shares the embedding's weight; dropout draws globally."""
 

@@ -27,7 +27,7 @@ from hecate.train.run import check_folder
 from hecate.train.trained import NAMES, export_weights, import_weights
 from tests.clock import within
 
-from .common import quiet_run, tiny
+from .common import quiet_run, text_run, tiny
 
 pytestmark = pytest.mark.usefixtures("figures")  # reports of runs have pictures
 SECRET = "nothing in here is for others\n"
@@ -36,12 +36,7 @@ SECRET = "nothing in here is for others\n"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     torch.set_default_dtype(torch.float32)
-    home = tmp_path_factory.mktemp("made") / "run"
-    text = home.parent / "text.txt"
-    text.write_text("".join(f"line {n} of {n * n % 97}\n" for n in range(900)))
-    config = tiny(data={"kind": "text", "paths": [str(text)]}, budget={"seq_len": 16, "steps": 4})
-    quiet_run(config, home)
-    return home
+    return text_run(tmp_path_factory.mktemp("made"), budget={"seq_len": 16, "steps": 4})
 
 
 @pytest.fixture
