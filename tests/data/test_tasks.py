@@ -209,23 +209,6 @@ def test_without_examples_a_fingerprint_is_what_it_was():
 
 
 @pytest.mark.spec("DATA-LOADER-D1")
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
-def test_a_restored_loader_continues(task):
-    def fresh():
-        return Loader(task.load(), seed=5, batch_size=3, seq_len=task.length())
-
-    whole = fresh()
-    batches = [whole.next() for _ in range(6)]
-    first = fresh()
-    for _ in range(4):
-        first.next()
-    second = fresh()
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(second.next().tokens, batches[4].tokens)
-    assert torch.equal(second.next().tokens, batches[5].tokens)
-
-
-@pytest.mark.spec("DATA-LOADER-D1")
 def test_a_cursor_of_other_data_is_refused():
     state = Loader(Copy().load(), seed=0, batch_size=2, seq_len=32).state_dict()
     for other in (
@@ -267,11 +250,6 @@ def test_chances_are_the_accuracy_of_guessing(task, name):
         guesses = rng.integers(1, task.vocab_size, tokens.shape)
     share, chance = (guesses == targets)[labelled].mean(), task.chances()[name]
     assert abs(share - chance) < 5 * np.sqrt(chance * (1 - chance) / labelled.sum())
-
-
-def test_the_family_is_open_and_lists_its_kinds():
-    assert set(DataConfig.variants()) >= {"text", "bundled", "mqar", "copy", "retrieval"}
-    assert all(variant.formula() for variant in DataConfig.variants().values())
 
 
 def test_a_task_of_your_own_is_one_class(monkeypatch, tmp_path):

@@ -309,14 +309,11 @@ def test_a_run_is_evaluated_into_its_folder(tmp_path):
 
 
 @pytest.mark.spec("EVAL-RUN-D1")
-def test_a_run_on_a_task_is_asked_its_own(tmp_path, monkeypatch, capsys):
-    from hecate.cli import main
-
+def test_a_run_on_a_task_is_asked_its_own(hecate, tmp_path):
     run = tmp_path / "run"
     run_experiment(tiny(budget={"steps": 2, "eval_every": 2, "checkpoint_every": 2}), run)
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", str(run), "--tasks", "mqar", "--samples", "3", "--out", str(tmp_path / "out")])
-    assert ended.value.code == 0 and "mqar" in (said := capsys.readouterr().out)
+    code, said, _ = hecate("eval", run, "--tasks", "mqar", "--samples", 3, "--out", tmp_path / "out")
+    assert code == 0 and "mqar" in said
     assert f"results: {tmp_path / 'out' / 'step-2'}" in said and not (run / "evals").exists()
     found = json.loads((tmp_path / "out/step-2/results.json").read_text())
     assert [own["length"] for own in found["results"]] == [8, 16] and found["tasks"][0]["data"]["num_pairs"] == 2
@@ -324,9 +321,8 @@ def test_a_run_on_a_task_is_asked_its_own(tmp_path, monkeypatch, capsys):
         evaluate_run(run, ["niah_1"])
     with pytest.raises(ConfigError, match="--data is for tasks in text, and mqar have none"):
         evaluate_run(run, ["mqar"], data=tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", str(run), "--samples", "3"])
-    assert ended.value.code == 2 and "--samples is for --tasks, which is left out" in capsys.readouterr().err
+    code, _, err = hecate("eval", run, "--samples", 3)
+    assert code == 2 and "--samples is for --tasks, which is left out" in err
 
 
 @pytest.mark.spec("EVAL-FILES-D1")

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import torch
 
-from hecate.cli import main
 from hecate.errors import CheckpointError, ConfigError, NonFiniteError
 from hecate.gym import Contender, contender_of, report, run, tasks
 from hecate.gym.peers import Attention
@@ -318,16 +317,11 @@ def test_a_package_that_has_changed_is_told_and_a_memory_that_fails_raises():
     assert caught.value.__notes__ == ["contender 'fails' in task 'linear'"]
 
 
-def test_the_command_blames_a_memory_of_the_user_that_fails(tmp_path, monkeypatch, capsys):
-    from hecate.cli import main
-
+def test_the_command_blames_a_memory_of_the_user_that_fails(hecate, here, tmp_path, monkeypatch):
     (tmp_path / "my_broken_memory.py").write_text("def fails(keys, values, state):\n    return 1 / 0\n")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(SystemExit) as ended:
-        main(["gym", "my_broken_memory:fails", "--tasks", "linear", "--quick", "--out", "out"])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and "a report is welcome" not in told
+    code, _, told = hecate("gym", "my_broken_memory:fails", "--tasks", "linear", "--quick", "--out", "out")
+    assert code == 2 and "a report is welcome" not in told
     assert "contender 'my_broken_memory:fails' in task 'linear' fails with ZeroDivisionError" in told
 
 
@@ -354,17 +348,8 @@ def test_global_random_numbers_are_left_alone():
 
 
 @pytest.fixture
-def hecate(capsys, monkeypatch, tmp_path):
+def here(monkeypatch, tmp_path, float32):
     monkeypatch.chdir(tmp_path)
-    torch.set_default_dtype(torch.float32)
-
-    def call(*argv):
-        with pytest.raises(SystemExit) as caught:
-            main(argv)
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
 
 
 MINE = """
@@ -376,7 +361,7 @@ def memory(keys, values, state):
 
 
 @pytest.mark.spec("GYM-NAME-D1", "GYM-RUN-D1")
-def test_the_command(hecate, tmp_path):
+def test_the_command(hecate, here, tmp_path):
     (tmp_path / "mygym.py").write_text(MINE)
     line = ("gym", "gated_delta", "ridge", "mygym:memory", "--tasks", "linear,recall", "--quick", "--out", "there")
     code, out, err = hecate(*line)
@@ -399,7 +384,7 @@ def test_the_command(hecate, tmp_path):
         assert code == 2 and said in err and not (tmp_path / "other/gym.csv").exists()
 
 
-def test_the_list_names_tasks_contenders_and_what_is_missing(hecate, monkeypatch):
+def test_the_list_names_tasks_contenders_and_what_is_missing(hecate, here, monkeypatch):
     import importlib.metadata
 
     found = importlib.metadata.version
@@ -417,7 +402,7 @@ def test_the_list_names_tasks_contenders_and_what_is_missing(hecate, monkeypatch
     assert row.verdict == "not run" and "pip install" in row.reason
 
 
-def test_without_matplotlib_there_is_no_figure(hecate, monkeypatch, tmp_path):
+def test_without_matplotlib_there_is_no_figure(hecate, here, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out, _ = hecate("gym", "ridge", "--tasks", "linear", "--quick", "--out", "there")
     assert code == 0 and "no figure without matplotlib" in out and not (tmp_path / "there/gym.png").exists()

@@ -15,14 +15,20 @@ pytestmark = pytest.mark.filterwarnings("default")  # its warnings are not ours
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.spec("HF-TRAIN-D1", "HF-LM-D1")
-def test_all_linear_is_every_linear_layer_but_the_output(rule, tied):
+def test_all_linear_is_every_linear_layer_but_the_output_and_none_is_read_past_its_adapter(rule, tied):
     model, ids = made(rule, tie_embeddings=tied), tokens(2, 6)
     before, names = model(ids).logits, [name for name, _ in model.state_dict().items()]
     linear = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     found = {name for name, layer in adapted.base_model.model.named_modules() if hasattr(layer, "lora_A")}
     assert found == linear - {"model.lm.head"} and len(found) > 4
-    assert torch.equal(adapted(ids).logits, before)
+    with torch.no_grad():
+        assert torch.equal(adapted(ids).logits, before)
+        for name, p in adapted.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.3)
+                assert not torch.allclose(adapted(ids).logits, before, atol=1e-5), name
+                p.zero_()
     assert list(made(rule, tie_embeddings=tied).state_dict()) == names
 
 

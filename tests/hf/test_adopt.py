@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import AdoptionWarning, adopt, release
 from hecate.hf.adopt import Adopted, families, official, rule_of
+from tests.hf.common import off
 from tests.hf.families import BUILT, built, modeling
 
 MIXING = {"glm5_next", "granitemoehybrid", "mamba2"}  # documents reach not all of their layers in transformers itself
@@ -59,11 +60,6 @@ def family(model: Any) -> str:
 def logits(model: Any, ids: Tensor = IDS, **given: Any) -> Tensor:
     with torch.no_grad():
         return model(input_ids=ids, use_cache=False, **given).logits
-
-
-def off(ours: Tensor, theirs: Tensor) -> float:
-    """The relative difference."""
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
 
 
 def greedy(model: Any, ids: Tensor, count: int = 24, **given: Any) -> Tensor:

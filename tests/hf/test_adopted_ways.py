@@ -21,8 +21,9 @@ pytest.importorskip("transformers", minversion="5")
 from hecate.errors import ConfigError
 from hecate.hf import adopt, release
 from hecate.hf.adopt import KERNELS, Adopted, Kernel, adopted, rule_of
+from tests.hf.common import off
 from tests.hf.families import BUILT, built, modeling
-from tests.hf.test_adopt import IDS, logits, model_of, off
+from tests.hf.test_adopt import IDS, logits, model_of
 
 
 @pytest.fixture(params=["qwen3_next", "kimi_linear"])

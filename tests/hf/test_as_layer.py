@@ -15,7 +15,7 @@ from hecate.cms import CMS
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import AsLayer
 from hecate.nn import LinearAttention, Memory
-from tests.hf.test_adopt import off
+from tests.hf.common import off
 
 SLOW = {"name": "slow", "period": 4, "memory": {"algorithm": {"kind": "gd", "lr": 0.1}}}
 MADE: dict[str, Any] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ import hecate.hf
 from hecate.errors import CheckpointError, ConfigError
 from hecate.hf import adopt, graft, graft_mlp, upgrade
 from hecate.hf.upgrade import Hosted
-from tests.hf.common import same_bits
+from tests.hf.common import IDS, logits, same_bits
 from tests.hf.families import built
-from tests.hf.test_graft_mlp import IDS, logits, mlps, model_of, moved
+from tests.hf.test_graft_mlp import mlps, model_of, moved
 from tests.hf.test_layers import DELTA
 
 WARNS = pytest.mark.filterwarnings("ignore::hecate.errors.StabilityWarning")
@@ -132,96 +134,98 @@ def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def edited(folder: Path, change: Any) -> None:
-    facts = json.loads((folder / "config.json").read_text())
-    change(facts)
-    (folder / "config.json").write_text(json.dumps(facts))
-
-
-def dropped(folder: Path, name: str) -> None:
-    path = folder / "hecate.safetensors"
-    tensors = load_file(path)
-    del tensors[name]
-    save_file(tensors, path)
-
-
-def retyped(folder: Path, change: Any) -> None:
-    path = folder / "hecate.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-def cut(folder: Path) -> None:
-    path = folder / "hecate.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 LAYER = "model.layers.0.linear_attn"
+
+
+def config(change: Any) -> Any:
+    """An edit of a folder's config."""
+
+    def edit(folder: Path) -> None:
+        facts = json.loads((folder / "config.json").read_text())
+        change(facts)
+        (folder / "config.json").write_text(json.dumps(facts))
+
+    return edit
+
+
+def layer(**fields: Any) -> Any:
+    """An edit of what the config says of the upgraded layer."""
+    return config(lambda facts: facts["hecate_layers"][LAYER].update(fields))
+
+
+def weights(change: Any) -> Any:
+    """An edit of the weights that an upgrade has added."""
+
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "hecate.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "hecate.safetensors")
+
+    return edit
+
+
+def _move(facts: dict[str, Any]) -> None:
+    facts["hecate_layers"]["model.x"] = facts["hecate_layers"].pop(LAYER)
+
+
+NORM = f"{LAYER}.memory.norm"
 BROKEN: dict[str, Any] = {
-    "has hecate_layers or hecate_mlp of another version": lambda f: edited(
-        f, lambda c: c["hecate_layers"][LAYER].update(version=2)
-    ),
-    "or hecate_mlp of another version than 1; load it": lambda f: edited(f, lambda c: c.update(hecate_layers=[1])),
-    "settings of .*linear_attn that do not fit: .*conv_kernel": lambda f: edited(
-        f, lambda c: c["hecate_layers"][LAYER].update(conv_kernel=1)
-    ),
-    "has settings of .*linear_attn that do not fit: heads: must be": lambda f: edited(
-        f, lambda c: c["hecate_layers"][LAYER].update(heads=0)
-    ),
-    "has settings of .*linear_attn that do not fit: odd: unknown field": lambda f: edited(
-        f, lambda c: c["hecate_layers"][LAYER].update(odd=1)
-    ),
-    "has weights model.layers.0.linear_attn.*, of which": lambda f: edited(
-        f, lambda c: c["hecate_layers"].update({"model.x": c["hecate_layers"].pop(LAYER)})
-    ),
-    r"memory.out.weight is of shape None, expected \[32, 64\]": lambda f: dropped(f, f"{LAYER}.memory.out.weight"),
-    r"memory.conv.weight is of shape \[4, 96\], expected \[4, 128\]": lambda f: edited(
-        f, lambda c: c["hecate_layers"][LAYER].update(d_value=24)
-    ),
-    "truncated or not a safetensors file": cut,
-    "settings of .*linear_attn that do not fit: layer_idx=1, and the model's layer has 0": lambda f: edited(
-        f, lambda c: c["hecate_layers"][LAYER].update(layer_idx=1)
-    ),
-    "has weights odd, of which its config says nothing": lambda f: retyped(f, lambda t: t.update(odd=torch.ones(1))),
-    r"memory.norm as torch.int64, no floating point": lambda f: retyped(
-        f, lambda t: t.update({f"{LAYER}.memory.norm": t[f"{LAYER}.memory.norm"].long()})
-    ),
-    "cannot be loaded: .*no file named model.safetensors": lambda f: (f / "model.safetensors").unlink(),
-    "model.safetensors is truncated or not": lambda f: (f / "model.safetensors").write_bytes(bytes(100)),
-    "cannot be loaded: weights of other shapes": lambda f: edited(f, lambda c: c.update(vocab_size=99)),
-    "cannot be loaded: .*model type": lambda f: edited(f, lambda c: c.update(model_type="none")),
-    "has no config.json of a model": lambda f: (f / "config.json").unlink(),
-}  # fmt: skip
+    "has hecate_layers or hecate_mlp of another version": layer(version=2),
+    "or hecate_mlp of another version than 1; load it": config(lambda facts: facts.update(hecate_layers=[1])),
+    "settings of .*linear_attn that do not fit: .*conv_kernel": layer(conv_kernel=1),
+    "has settings of .*linear_attn that do not fit: heads: must be": layer(heads=0),
+    "has settings of .*linear_attn that do not fit: odd: unknown field": layer(odd=1),
+    "has weights model.layers.0.linear_attn.*, of which": config(_move),
+    r"memory.out.weight is of shape None, expected \[32, 64\]": weights(lambda t: t.pop(f"{LAYER}.memory.out.weight")),
+    r"memory.conv.weight is of shape \[4, 96\], expected \[4, 128\]": layer(d_value=24),
+    "truncated or not a safetensors file": lambda folder: os.truncate(folder / "hecate.safetensors", 2000),
+    "settings of .*linear_attn that do not fit: layer_idx=1, and the model's layer has 0": layer(layer_idx=1),
+    "has weights odd, of which its config says nothing": weights(lambda t: t.update(odd=torch.ones(1))),
+    r"memory.norm as torch.int64, no floating point": weights(lambda t: t.update({NORM: t[NORM].long()})),
+    "cannot be loaded: .*no file named model.safetensors": lambda folder: (folder / "model.safetensors").unlink(),
+    "model.safetensors is truncated or not": lambda folder: (folder / "model.safetensors").write_bytes(bytes(100)),
+    "cannot be loaded: weights of other shapes": config(lambda facts: facts.update(vocab_size=99)),
+    "cannot be loaded: .*model type": config(lambda facts: facts.update(model_type="none")),
+    "has no config.json of a model": lambda folder: (folder / "config.json").unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("upgraded") / "a"
+    hecate.hf.save(upgraded(), folder)
+    return folder
 
 
 @pytest.mark.spec("HF-SAVED-E1")
 @pytest.mark.parametrize("words", BROKEN)
-def test_folders_that_do_not_fit_are_refused(words, tmp_path):
-    hecate.hf.save(upgraded(), tmp_path / "a")
-    BROKEN[words](tmp_path / "a")
+def test_folders_that_do_not_fit_are_refused(words, saved, tmp_path):
+    folder = Path(shutil.copytree(saved, tmp_path / "a"))
+    BROKEN[words](folder)
     with pytest.raises(CheckpointError, match=words):
-        hecate.hf.load(tmp_path / "a")
+        hecate.hf.load(folder)
 
 
 @pytest.mark.spec("HF-SAVED-E1")
 def test_a_graft_that_does_not_fit_and_what_load_does_not_take(tmp_path):
     hecate.hf.save(grafted(), tmp_path / "a")
-    with pytest.raises(ConfigError, match="device_map: memories are put into a model on one device"):
-        hecate.hf.load(tmp_path / "a", device_map="auto")
-    with pytest.raises(ConfigError, match="train must be"):
-        hecate.hf.load(tmp_path / "a", train="new")
-    edited(tmp_path / "a", lambda c: c["hecate_mlp"].update(layers=[7]))
-    with pytest.raises(CheckpointError, match="does not fit its model: layers: has layer 7"):
-        hecate.hf.load(tmp_path / "a")
-    for key in ("hecate_graft", "hecate_mlp"):
-        hecate.hf.save(grafted(), tmp_path / key)
-        edited(tmp_path / key, lambda c, key=key: c.pop(key))
-        with pytest.raises(CheckpointError, match=r"has weights model.layers.*hecate\..*, of which its config says"):
-            hecate.hf.load(tmp_path / key)
-    edited(tmp_path / "a", lambda c: c["hecate_mlp"].update(version=3))
-    with pytest.raises(CheckpointError, match="hecate_mlp of another version than 1"):
-        hecate.hf.load(tmp_path / "a")
+    for how, words in (
+        ({"device_map": "auto"}, "device_map: memories are put into a model on one device"),
+        ({"train": "new"}, "train must be"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            hecate.hf.load(tmp_path / "a", **how)
+    lost = r"has weights model.layers.*hecate\..*, of which its config says"
+    for number, (change, words) in enumerate((
+        (lambda facts: facts["hecate_mlp"].update(layers=[7]), "does not fit its model: layers: has layer 7"),
+        (lambda facts: facts["hecate_mlp"].update(version=3), "hecate_mlp of another version than 1"),
+        (lambda facts: facts.pop("hecate_graft"), lost),
+        (lambda facts: facts.pop("hecate_mlp"), lost),
+    )):  # fmt: skip
+        folder = Path(shutil.copytree(tmp_path / "a", tmp_path / str(number)))
+        config(change)(folder)
+        with pytest.raises(CheckpointError, match=words):
+            hecate.hf.load(folder)
 
 
 def test_a_loaded_model_goes_on(tmp_path):

@@ -14,24 +14,18 @@ from hecate.data.tokenizer import Bytes, FileTokenizer, train_tokenizer
 from hecate.errors import CheckpointError, ConfigError
 from hecate.hf import byte_tokenizer, file_tokenizer
 from hecate.hf.saved import export_run, tokenizer_of
-from hecate.train import run_experiment
-from hecate.train.display import Display
 from hecate.train.trained import open_model
 from tests.hf.common import RULES  # noqa: F401  (skips where transformers is absent)
-from tests.train.common import TASK, tiny
+from tests.train.common import TASK, quiet_run, text_run, tiny
 
 TEXT = "the slow memory forgets what the fast memory keeps\n" * 40
 
 
 @pytest.fixture(scope="module")
-def text_run(tmp_path_factory):
+def trained_on_text(tmp_path_factory):
     torch.set_default_dtype(torch.float32)
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "a.txt").write_text(TEXT)
-    data = {"kind": "text", "paths": [str(folder / "a.txt")]}
-    config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
-    run_experiment(config, folder / "run", display=Display(quiet=True))
-    return folder / "run"
+    budget = {"steps": 2, "seq_len": 8, "checkpoint_every": 2}
+    return text_run(tmp_path_factory.mktemp("text"), budget=budget)
 
 
 pytestmark = pytest.mark.usefixtures("float32")
@@ -44,12 +38,12 @@ def export(*arguments):
 
 
 @pytest.mark.spec("HF-EXPORT-D1", "HF-BYTES-D1")
-def test_a_run_on_bytes_is_loaded_with_its_tokenizer(text_run, tmp_path):
+def test_a_run_on_bytes_is_loaded_with_its_tokenizer(trained_on_text, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = export(text_run, "--out", tmp_path / "out")
+    done = export(trained_on_text, "--out", tmp_path / "out")
     assert done.exit_code == 0 and done.stdout == f"{tmp_path / 'out'}\n" and "tokenizer" not in done.stderr
-    trained = open_model(text_run)
+    trained = open_model(trained_on_text)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     own = trained.model.state_dict()
     assert all(torch.equal(value, own[name]) for name, value in model.model.lm.state_dict().items())
@@ -58,15 +52,15 @@ def test_a_run_on_bytes_is_loaded_with_its_tokenizer(text_run, tmp_path):
     assert read["input_ids"].tolist() == [list("a\u00e9\0\u0100".encode())]
     assert torch.equal(model(**read).logits, trained.model(read["input_ids"])[0])
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 0
-    again = export(text_run, "--out", tmp_path / "out")
+    again = export(trained_on_text, "--out", tmp_path / "out")
     assert again.exit_code == 2 and "exists already; choose another --out" in again.stderr
-    of_checkpoint = export_run(text_run / "checkpoints/step_00000002", tmp_path / "two", "newest")
+    of_checkpoint = export_run(trained_on_text / "checkpoints/step_00000002", tmp_path / "two", "newest")
     assert of_checkpoint.step == 2 and of_checkpoint.has_tokenizer
 
 
 @pytest.mark.spec("HF-EXPORT-D1")
 def test_a_run_without_text_is_exported_without_a_tokenizer(tmp_path, monkeypatch):
-    run_experiment(tiny(data=TASK, budget={"steps": 1}), tmp_path / "run", display=Display(quiet=True))
+    quiet_run(tiny(data=TASK, budget={"steps": 1}), tmp_path / "run")
     done = export(tmp_path / "run")
     assert done.exit_code == 0 and "it has no tokenizer" in done.stderr
     names = {path.name for path in (tmp_path / "run-hf").iterdir()}
@@ -81,13 +75,13 @@ def test_a_run_without_text_is_exported_without_a_tokenizer(tmp_path, monkeypatc
 
 
 @pytest.mark.spec("HF-EXPORT-D1")
-def test_nothing_is_left_of_an_export_that_fails(text_run, tmp_path, monkeypatch):
+def test_nothing_is_left_of_an_export_that_fails(trained_on_text, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hecate.hf.model.HecateForCausalLM.save_pretrained", full)
     with pytest.raises(CheckpointError, match="cannot write .*: No space left on device; free some space"):
-        export_run(text_run, tmp_path / "out")
+        export_run(trained_on_text, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from hecate.errors import CheckpointError, ConfigError, ShapeError  # noqa: E402
 from hecate.hf import graft, load_graft, save_graft  # noqa: E402
 from hecate.hf.graft import Grafted, InPlace  # noqa: E402
-from tests.hf.common import moved  # noqa: E402
+from tests.hf.common import goes_on, moved  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -135,38 +135,16 @@ RULES: dict[str, Any] = {
 }
 
 
-def caches(model: Any) -> list[Any]:
-    config, Dynamic, Static = model.config, transformers.DynamicCache, transformers.StaticCache
-    return [Dynamic(config=config), Dynamic(), Static(config=config, max_cache_len=40)]
-
-
-def generates_the_same(model: Any) -> None:
-    """Greedy and beams, from dynamic and static caches, padded on the left, and on from any cache."""
-    whole = told(model, IDS, use_cache=False)
-    for how in ({}, {"cache_implementation": "static"}):
-        same(told(model, IDS, **how), whole)
-        short = IDS[:1, :5]
-        padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), short], 1)
-        tokens, scores = told(model, padded, attention_mask=(padded != 0).long(), **how)
-        same((tokens[:, 9:], scores), (lambda found: (found[0][:, 5:], found[1]))(told(model, short, use_cache=False)))
-    beams = {"num_beams": 3, "num_return_sequences": 2}
-    same(told(model, IDS, **beams), told(model, IDS, use_cache=False, **beams))
-    longer = torch.cat([whole[0], IDS[:, :3]], 1)
-    on = told(model, longer, use_cache=False)
-    for cache in caches(model):
-        model.generate(IDS, past_key_values=cache, **HOW)
-        same(told(model, longer, past_key_values=cache), on)
-
-
-@pytest.mark.spec("HF-GRAFT-I2")
+@pytest.mark.spec("HF-GRAFT-I2", "HF-GRAFT-I3")
 @pytest.mark.parametrize(
     ("family", "memory"),
     [("llama", "titans"), ("mistral", "delta")]
     + [pytest.param(f, "titans", marks=pytest.mark.slow) for f in [*FAMILIES, *MORE] if f != "llama"]
     + [pytest.param("llama", rule, marks=pytest.mark.slow) for rule in RULES if rule != "titans"],
 )
-def test_generation_from_caches_is_the_uncached_run(family, memory):
-    generates_the_same(put(made(family), RULES[memory], loud=2.0))
+def test_caches_padding_beams_and_documents(family, memory):
+    # Behind padding other positions are turned by, whose angles are float32.
+    goes_on(put(made(family), RULES[memory], loud=2.0), 1e-6, static=True)
 
 
 @pytest.mark.spec("HF-GRAFT-I2", "HF-GRAFT-D2")
@@ -179,7 +157,7 @@ def test_a_memory_in_an_attention_s_place(family):
     assert isinstance(attention, InPlace) and not torch.allclose(model(IDS).logits, before)
     attention.q_proj.weight.data.zero_()  # not used
     attention.o_proj.weight.data.zero_()
-    generates_the_same(model)
+    goes_on(model, 1e-6, static=True)
     assert not any(p.requires_grad for n, p in attention.named_parameters() if "hecate" not in n)
     model(IDS, labels=IDS).loss.backward()
     assert attention.hecate.memory.qkv.weight.grad.abs().sum() > 0
@@ -208,17 +186,13 @@ def test_samples_and_chunks_of_a_prompt():
 
 
 @pytest.mark.spec("HF-GRAFT-I2")
-def test_a_cache_is_copied_sorted_emptied_and_not_cut():
+def test_a_cache_is_copied_emptied_and_not_cut():
     model = put(made(), "delta", loud=2.0)
     with torch.no_grad():
         cache = model(IDS[:, :6]).past_key_values
         kept = copy.deepcopy(cache)
         after = model(IDS[:, 6:], past_key_values=cache).logits
-        assert torch.equal(model(IDS[:, 6:], past_key_values=copy.deepcopy(kept)).logits, after)
-        kept.batch_repeat_interleave(2)
-        kept.batch_select_indices(torch.tensor([4, 0]))
-        twice = model(IDS[[2, 0], 6:], past_key_values=kept).logits
-        torch.testing.assert_close(twice, after[[2, 0]], rtol=0, atol=1e-12)
+        assert torch.equal(model(IDS[:, 6:], past_key_values=kept).logits, after)
         with pytest.raises(ConfigError, match=r"crop\(-1\): a memory takes back what it has recorded alone"):
             cache.crop(-1)
         cache.reset()
@@ -232,29 +206,19 @@ def test_a_cache_is_copied_sorted_emptied_and_not_cut():
 
 
 @pytest.mark.spec("HF-GRAFT-I3")
-def test_documents_of_one_row_do_not_see_each_other():
+def test_masks_as_wide_as_a_static_cache_and_masks_that_do_not_fit():
     model = put(made(), "delta", loud=2.0)
-    one, two = IDS[:1, :4], IDS[1:2, :5]
-    packed = {"input_ids": torch.cat([one, two], 1), "use_cache": False}
-    position = torch.cat([torch.arange(4), torch.arange(5)]).unsqueeze(0)
-    alone = torch.cat([model(one, use_cache=False).logits, model(two, use_cache=False).logits], 1)
-    torch.testing.assert_close(model(**packed, position_ids=position).logits, alone, rtol=0, atol=1e-12)
-    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
-    found = model(**packed, position_ids=position, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
-    torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
     padded = torch.cat([torch.zeros(3, 2, dtype=torch.long), IDS[:, :7]], 1)
     mask, room = (padded != 0).long(), torch.zeros(3, 40, dtype=torch.long)
     room[:, :9] = mask
-    with torch.no_grad():  # a mask as wide as a static cache
+    with torch.no_grad():
         position = (mask.cumsum(1) - 1).clamp(min=0)
         cache = transformers.StaticCache(config=model.config, max_cache_len=40)
         for part in (slice(0, 6), slice(6, 9)):
             how = {"attention_mask": room, "position_ids": position[:, part], "past_key_values": cache}
             found = model(padded[:, part], **how).logits
-        whole = model(padded, attention_mask=mask, position_ids=position, use_cache=False).logits
-        torch.testing.assert_close(found, whole[:, 6:], rtol=0, atol=1e-12)
         alone = model(IDS[:, :7], use_cache=False).logits
-        torch.testing.assert_close(whole[:, 2:], alone, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, alone[:, 4:], rtol=0, atol=1e-12)
     with pytest.raises(ShapeError, match=r"attention_mask must be \[B, 9 or more\]"):
         model(IDS, attention_mask=torch.ones(3, 1, 9, 9, dtype=torch.bool))
     with pytest.raises(ConfigError, match="no masks reached the memory of layer 0"):
@@ -459,99 +423,6 @@ def test_all_layers_of_a_model_without_a_head_of_quantised_weights():
     assert torch.equal(model(IDS).last_hidden_state, before)
     assert sum(isinstance(module, Grafted) for module in model.modules()) == 3
     graft(quantised(made()), range(2), reuse=False)
-
-
-def recall(generator: torch.Generator, rows: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, each with its value, eight fillers, and one of the keys: which value was it?"""
-    keys = torch.stack([torch.randperm(6, generator=generator)[:pairs] for _ in range(rows)]) + 1
-    values = torch.randint(8, 16, (rows, pairs), generator=generator)
-    fill = torch.randint(16, 24, (rows, 8), generator=generator)
-    which = torch.randint(pairs, (rows, 1), generator=generator)
-    both = torch.stack([keys, values], -1).flatten(1)
-    return torch.cat([both, fill, keys.gather(1, which)], 1), values.gather(1, which)[:, 0]
-
-
-def trained(model: Any, steps: int, lr: float, pairs: int) -> tuple[list[float], float]:
-    """The losses of training, and the share of rows answered right afterwards."""
-    source = torch.Generator().manual_seed(1)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    losses = []
-    for _ in range(steps):
-        ids, answers = recall(source, 32, pairs)
-        loss = nn.functional.cross_entropy(model(ids, use_cache=False).logits[:, -1], answers)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    ids, answers = recall(torch.Generator().manual_seed(5), 256, pairs)
-    with torch.no_grad():
-        return losses, float((model(ids).logits[:, -1].argmax(-1) == answers).double().mean())
-
-
-@pytest.mark.slow
-@pytest.mark.spec("HF-GRAFT-D3")
-@pytest.mark.parametrize(("pairs", "steps", "blind"), [(1, 60, 1 / 8), (2, 200, 1 / 2)])
-def test_a_frozen_model_learns_to_recall_beyond_its_window(pairs, steps, blind):
-    """Two layers that see three tokens back each cannot reach a value nine or more tokens back, whatever is trained:
-    one of eight answers is right. Guessing one of the values that were there gets `blind`."""
-    sizes = {"vocab_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-
-    def model() -> Any:
-        return made("mistral", **sizes, head_dim=16, tie_word_embeddings=True, pad_token_id=None).float()
-
-    _, without_memory = trained(model().requires_grad_(True), steps, 3e-3, pairs)
-    assert without_memory < 1 / 8 + 5 * (7 / 64 / 256) ** 0.5  # five deviations of guessing
-    memory = put(model(), "delta", layers=[0, 1])
-    frozen = {name: p.clone() for name, p in memory.named_parameters() if not p.requires_grad}
-    losses, share = trained(memory, steps, 1e-2, pairs)
-    assert losses[-1] < losses[0] and share > blind + 0.2
-    assert all(torch.equal(p, frozen[name]) for name, p in memory.named_parameters() if name in frozen)
-
-
-class Rows(torch.utils.data.Dataset):
-    """Rows of a task, as Trainer takes them."""
-
-    def __init__(self, rows: int = 64) -> None:
-        self.ids = recall(torch.Generator().manual_seed(7), rows, 1)[0]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
-def trainer(model: Any, folder: Path, steps: int) -> Any:
-    return transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
-            str(folder), max_steps=steps, per_device_train_batch_size=8, learning_rate=1e-2, save_steps=4, report_to=[],
-            logging_steps=1, disable_tqdm=True, use_cpu=True, gradient_checkpointing=True, lr_scheduler_type="constant",
-        ),
-        train_dataset=Rows(),
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@pytest.mark.spec("HF-GRAFT-D5")
-def test_trainer_trains_saves_and_goes_on(tmp_path):
-    pytest.importorskip("accelerate")
-
-    def model() -> Any:
-        return put(made().float(), "delta")
-
-    whole = trainer(model(), tmp_path / "whole", 8)
-    whole.train()
-    losses = [line["loss"] for line in whole.state.log_history if "loss" in line]
-    assert losses[-1] < losses[0]
-    trainer(model(), tmp_path / "parts", 4).train()
-    on = trainer(model(), tmp_path / "parts", 8)
-    on.train(resume_from_checkpoint=True)
-    for name, parameter in on.model.named_parameters():
-        assert torch.equal(parameter, whole.model.get_parameter(name)), name
-    again = load_graft(tmp_path / "whole/checkpoint-8").eval()
-    assert torch.equal(again(IDS).logits, whole.model.eval()(IDS).logits)
 
 
 @pytest.mark.slow

@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, gelu, silu
-
-pytest.importorskip("transformers", minversion="5")
-
-import transformers
 from transformers import DynamicCache
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import MLPGraftConfig, graft, graft_mlp
 from hecate.hf.graft_mlp import FastMLP
+from tests.hf.common import IDS, goes_on, in_pieces, logits, off, takes_back
 from tests.hf.families import built
-from tests.hf.test_adopt import off
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,7 +36,6 @@ FAMILIES: dict[str, tuple[bool, dict[str, Any]]] = {
     "Gemma2": (False, {"head_dim": 8}),  # gelu of tanh
     "Lfm2": (True, {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]}),
 }
-IDS = torch.randint(1, 61, (2, 40), generator=torch.Generator().manual_seed(0))
 HEBB = {
     "bias": "dot", "retention": {"kind": "decay", "towards": "start"}, "algorithm": {"kind": "gd", "lr": 0.01},
     "read": "before", "step": "normalized",
@@ -55,11 +51,6 @@ def model_of(family: str = "Llama", **over: Any) -> Any:
         for p in model.parameters():
             p.data += 0.1 * torch.randn_like(p)
     return model
-
-
-def logits(model: Any, ids: Tensor = IDS, **given: Any) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False, **given).logits
 
 
 def mlps(model: Any) -> list[Any]:
@@ -195,12 +186,6 @@ def test_the_start_is_learned_with_the_rest():
         assert all(bool(getattr(mlp, name).weight.grad.any()) for name in ("gate_proj", "up_proj", "down_proj"))
 
 
-def in_pieces(model: Any, ids: Tensor, *sizes: int) -> Tensor:
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        return torch.cat([model(input_ids=part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
-
-
 @pytest.mark.spec("HF-MLP-I1")
 @pytest.mark.parametrize(
     ("family", "fast"),
@@ -212,24 +197,9 @@ def in_pieces(model: Any, ids: Tensor, *sizes: int) -> Tensor:
 )
 def test_caches_padding_beams_documents_and_drafts(family, fast):
     model = moved(graft_mlp(model_of(family), fast=fast, periods=(3, 4)))
-    whole = logits(model)
-    assert off(whole, logits(model_of(family))) > 1e-3
-    assert off(in_pieces(model, IDS, 20, 1, 2, 17), whole) < 3e-6
-    rows = IDS.clone()
-    rows[0, :11] = 0
-    padded = logits(model, rows, attention_mask=(rows != 0).long())
-    assert off(padded[0, 11:], logits(model, rows[:1, 11:])[0]) < 3e-6
-    how: dict[str, Any] = {"attention_mask": (rows != 0).long(), "max_new_tokens": 6, "do_sample": False}
-    for beams in (1, 3):
-        cached = model.generate(rows, num_beams=beams, **how)
-        assert torch.equal(cached, model.generate(rows, num_beams=beams, use_cache=False, **how))
+    assert off(logits(model), logits(model_of(family))) > 1e-3
+    goes_on(model, static=family == "Llama", documents=family == "Llama")
     if family == "Llama":
-        static = model.generate(rows, cache_implementation="static", **how)
-        assert torch.equal(static, model.generate(rows, use_cache=False, **how))
-        sizes = (13, 1, 26)
-        positions = torch.cat([torch.arange(size) for size in sizes]).unsqueeze(0)
-        alone = torch.cat([logits(model, part) for part in IDS[:1].split(sizes, 1)], 1)
-        assert off(logits(model, IDS[:1], position_ids=positions), alone) < 3e-6
         one = {"max_new_tokens": 12, "do_sample": False}
         drafted = model.generate(IDS[:1, :20], prompt_lookup_num_tokens=3, **one)
         assert torch.equal(drafted, model.generate(IDS[:1, :20], **one))
@@ -239,26 +209,11 @@ def test_caches_padding_beams_documents_and_drafts(family, fast):
 def test_tokens_are_taken_back_and_a_cache_of_others_is_refused():
     plain, model = model_of(), moved(graft_mlp(graft(model_of(), layers=[0], memory="titans"), periods=(3,)))
     assert len({name for name, p in model.named_parameters() if p.requires_grad and ".self_attn.hecate." in name}) > 3
-    whole, cache = logits(model), DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=IDS[:, :20], past_key_values=cache)
-        cache.activate_past_recording()
-        for layer in cache.layers:
-            layer.activate_past_recording()
-        model(input_ids=IDS.flip(1)[:, :5], past_key_values=cache)
-        cache.crop(-5)
-        assert off(model(input_ids=IDS[:, 20:25], past_key_values=cache).logits, whole[:, 20:25]) < 3e-6
-        cache.reorder_cache(torch.tensor([1, 0]))
-        rows = model(input_ids=IDS.flip(0)[:, 25:30], past_key_values=cache).logits
-        assert off(rows, whole.flip(0)[:, 25:30]) < 3e-6
-        cache.batch_select_indices(torch.tensor([0]))
-        cache.batch_repeat_interleave(3)
-        rows = model(input_ids=IDS[1:, 30:].expand(3, -1), past_key_values=cache).logits
-        assert off(rows, whole[1:, 30:].expand(3, -1, -1)) < 3e-6
-        other = DynamicCache(config=model.config)
-        plain(input_ids=IDS[:, :4], past_key_values=other)
-        with pytest.raises(ShapeError, match="holds (4 )?tokens that the (memory|MLP) of layer 0 has not read"):
-            model(input_ids=IDS[:, 4:5], past_key_values=other)
+    takes_back(model)
+    other = DynamicCache(config=model.config)
+    plain(input_ids=IDS[:, :4], past_key_values=other)
+    with pytest.raises(ShapeError, match="holds (4 )?tokens that the (memory|MLP) of layer 0 has not read"):
+        model(input_ids=IDS[:, 4:5], past_key_values=other)
     with pytest.raises(ConfigError, match="no masks reached layer 0"):
         model.model.layers[0](torch.zeros(1, 2, 32))
     with pytest.raises(ConfigError, match="no masks reached the MLP of layer 1"):

@@ -17,8 +17,9 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.hf import adopt, from_cache, from_layer, release, to_cache, to_layer
 from hecate.hf.adopt import families, official, rule_of
 from hecate.nn import Memory
+from tests.hf.common import off
 from tests.hf.families import built, modeling
-from tests.hf.test_adopt import model_of, off
+from tests.hf.test_adopt import model_of
 
 
 def of_a_delta_rule(family: str) -> bool:

@@ -16,7 +16,7 @@ from hecate.hf import HecateConfig, HecateForCausalLM
 from hecate.models import HopeConfig, LanguageModel
 from hecate.models.rollback import WINDOW, Recorded, advance
 from hecate.rule import RULES as NAMED
-from tests.hf.common import RULES, VOCABULARY, plain, tokens
+from tests.hf.common import RULES, VOCABULARY, plain, takes_back, tokens
 from tests.hf.test_graft import IDS, made, put
 
 HOPE = HopeConfig(vocab_size=17, d_model=16, heads=2).model_dump(exclude={"vocab_size", "d_model", "heads", "layers"})
@@ -331,6 +331,9 @@ def test_drafts_of_grafted_models(family, how):
         assert torch.equal(model.generate(ids, assistant_model=assistant, **ask), expected)
     for drafts in ({"prompt_lookup_num_tokens": 5}, {"prompt_lookup_num_tokens": 5, "past_key_values": DynamicCache()}):
         assert torch.equal(model.generate(ids, **ask, **drafts), expected)
+    if family != "mistral":
+        takes_back(model, 1e-9)
+        return
     with torch.no_grad():
         cache = model(IDS[:, :4]).past_key_values
         kept = copy.deepcopy(cache)
@@ -338,15 +341,13 @@ def test_drafts_of_grafted_models(family, how):
         assert cache.is_croppable and not kept.is_croppable
         for part in (IDS[:, 4:7], IDS[:, 7:8], IDS[:, 4:5]):
             model(part, past_key_values=cache)
-        for count in (-3,) if family == "mistral" else (-2, -1):
-            cache.crop(count)
+        cache.crop(-3)
         wanted = model(torch.cat([IDS[:, 4:6], IDS[:, 2:4]], 1), past_key_values=kept).logits[:, -2:]
         torch.testing.assert_close(model(IDS[:, 2:4], past_key_values=cache).logits, wanted, rtol=0, atol=1e-9)
         with pytest.raises(ConfigError, match="a length is not cropped to"):
             cache.crop(3)
         with pytest.raises(ConfigError, match="are to be taken back, and [24] are recorded"):
             cache.crop(-5)
-        if family == "mistral":  # a window of keys is cut to what it needs, so that nothing before it can be had again
-            cache.crop(0)
-            with pytest.raises(ConfigError, match="1 tokens are to be taken back, and 0 are recorded"):
-                cache.crop(-1)
+        cache.crop(0)  # a window of keys is cut to what it needs, so that nothing before it can be had again
+        with pytest.raises(ConfigError, match="1 tokens are to be taken back, and 0 are recorded"):
+            cache.crop(-1)

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hecate.hf import HecateForCausalLM, byte_tokenizer
-from tests.hf.common import RULES, made, plain, tokens
+from tests.hf.common import made, plain, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # their warnings are not ours
 WORDS = ["the slow memory keeps", "what the fast one has", "forgotten at a border"]
@@ -100,44 +99,6 @@ def test_a_collator_that_flattens_gives_the_loss_of_rows():
     flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
     apart, packed = model(**collated(rows)).loss, model(**flat).loss
     assert torch.allclose(apart, packed, rtol=1e-5)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.spec("HF-TRAIN-D1")
-def test_adapters_of_peft_reach_every_linear_layer(rule, tmp_path):
-    peft = pytest.importorskip("peft")
-    model, ids = made(rule, tie_embeddings=True), tokens(2, 6)
-    before = model(ids).logits
-    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=linear, task_type="CAUSAL_LM"))
-    with torch.no_grad():
-        assert torch.equal(adapted(ids).logits, before)
-        steps = [(n, p) for n, p in adapted.named_parameters() if "lora_B" in n]
-        assert len(steps) == len(linear) > 4
-        for name, p in steps:  # none is read past its adapter
-            p.fill_(0.3)
-            assert not torch.allclose(adapted(ids).logits, before, atol=1e-5), name
-            p.zero_()
-    adapted.train()
-    optimiser = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.02)
-    first = last = math.inf
-    for step in range(15):
-        loss = adapted(ids, labels=ids).loss
-        first, last = (loss.item() if step == 0 else first), loss.item()
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    assert last < 0.8 * first
-    adapted.eval().save_pretrained(tmp_path)
-    with torch.no_grad():
-        tuned = adapted(ids).logits
-        again = peft.PeftModel.from_pretrained(made(rule, tie_embeddings=True), tmp_path)
-        assert torch.equal(again(ids).logits, tuned)
-        how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-        assert torch.equal(again.generate(ids, **how), again.generate(ids, use_cache=False, **how))
-        merged = again.merge_and_unload()
-        assert torch.allclose(merged(ids).logits, tuned, atol=1e-4)
-        assert torch.allclose(plain(merged)(ids)[0], tuned, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])

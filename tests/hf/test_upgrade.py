@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-
-pytest.importorskip("transformers", minversion="5")
-
 from transformers import DynamicCache
 
 from hecate.errors import ConfigError
 from hecate.hf import adopt, from_layer, release, upgrade
 from hecate.hf.upgrade import NOT_WIDER, WIDER, Hosted, rule_name
 from hecate.rule import RULES
+from tests.hf.common import IDS, goes_on, logits, off, takes_back
 from tests.hf.families import built
-from tests.hf.test_adopt import greedy, in_pieces, model_of, off
-from tests.hf.test_graft_mlp import IDS, logits
+from tests.hf.test_adopt import greedy, model_of
 from tests.hf.test_layers import DELTA, linear
 
 SOME = {"qwen3_next": "gated_delta", "kimi_linear": "kda", "bailing_hybrid": "kda"}
@@ -86,23 +83,10 @@ def test_every_family(family):
 def test_caches_padding_beams_and_documents_of_richer_rules(rule):
     model = copy.deepcopy(model_of("qwen3_next"))
     moved(model, upgrade(model, rule).new)
-    ids = IDS[:1]
-    whole = logits(model, ids)
-    assert off(in_pieces(model, ids, 20, 1, 2, 17), whole) < 3e-6
-    rows = IDS.clone()
-    rows[0, :11] = 0
-    padded = logits(model, rows, attention_mask=(rows != 0).long())
-    assert off(padded[1], logits(model, rows[1:])[0]) < 3e-6
-    assert off(padded[0, 11:], logits(model, rows[:1, 11:])[0]) < 3e-6
-    cached = greedy(model, rows, 6, attention_mask=(rows != 0).long(), num_beams=2)
-    assert torch.equal(cached, greedy(model, rows, 6, attention_mask=(rows != 0).long(), num_beams=2, use_cache=False))
-    sizes = (13, 1, 2, 24)
-    positions = torch.cat([torch.arange(size) for size in sizes]).unsqueeze(0)
-    alone = torch.cat([logits(model, part) for part in ids.split(sizes, 1)], 1)
-    assert off(logits(model, ids, position_ids=positions), alone) < 3e-6
-    assert off(logits(model, ids, cu_seq_lens_q=torch.tensor([0, 13, 14, 16, 40])), alone) < 3e-6
+    goes_on(model)
+    starts = torch.arange(40).remainder(13).eq(0)[None]
     with pytest.raises(ConfigError, match="a row of several documents cannot fill a cache"):
-        model(input_ids=ids, seq_idx=positions.eq(0).cumsum(1), use_cache=True)
+        model(input_ids=IDS[:1], seq_idx=starts.cumsum(1), use_cache=True)
 
 
 @pytest.mark.parametrize("train", ["new", "all"])
@@ -292,33 +276,11 @@ def test_a_layer_of_two_names_is_upgraded_under_both():
 def test_recorded_tokens_are_taken_back(rule):
     model = copy.deepcopy(model_of("qwen3_next"))
     moved(model, upgrade(model, rule).new)
-    ids, drafts = IDS, IDS.flip(1)
-
-    def read(cache: Any, some: Tensor) -> Tensor:
-        with torch.no_grad():
-            return model(input_ids=some, past_key_values=cache).logits
-
-    whole, cache = logits(model), DynamicCache(config=model.config)
-    cache.activate_past_recording()
-    read(cache, ids[:, :20])
-    assert cache.is_croppable
-    read(cache, drafts[:, :5])
-    cache.crop(-5)
-    assert off(read(cache, ids[:, 20:28]), whole[:, 20:28]) < 3e-6
-    read(cache, drafts[:, :1])
-    cache.crop(-4)  # of the tokens ahead of the draft, too
-    assert off(read(cache, ids[:, 25:]), whole[:, 25:]) < 3e-6
-    other = DynamicCache(config=model.config)
-    read(other, ids[:, :20])
-    other.reorder_cache(torch.tensor([1, 0]))
-    assert off(read(other, ids.flip(0)[:, 20:25]), whole.flip(0)[:, 20:25]) < 3e-6
-    other.batch_select_indices(torch.tensor([0]))
-    other.batch_repeat_interleave(3)
-    assert off(read(other, ids[1:, 25:].expand(3, -1)), whole[1:, 25:].expand(3, -1, -1)) < 3e-6
+    cache = takes_back(model)
     with pytest.raises(ConfigError, match="3000 tokens are to be taken back"):
         cache.crop(-3000)
     plain = DynamicCache(config=model.config)
-    read(plain, ids[:, :4])
+    model(input_ids=IDS[:, :4], past_key_values=plain)
     assert not plain.is_croppable
     with pytest.raises(ConfigError, match="has recorded nothing"):
         plain.crop(-1)

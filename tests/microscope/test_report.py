@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hecate.cli import main
 from hecate.errors import CheckpointError, ConfigError, HealthWarning, install_line
 from hecate.microscope.report import BEGIN, END, report_run, with_section
-from hecate.train import ExperimentConfig, checkpoints, run_experiment
-from hecate.train.display import Display
-from tests.train.common import TASK, tiny
+from hecate.train import ExperimentConfig, checkpoints
+from tests.train.common import TASK, quiet_run, tiny
 
 pytest.importorskip("matplotlib.figure")
 
@@ -28,7 +26,7 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         budget = {"steps": 4, "checkpoint_every": 2, "eval_every": 2}
-        run_experiment(tiny(budget=budget), folder, display=Display(quiet=True))
+        quiet_run(tiny(budget=budget), folder)
     torch.set_default_dtype(dtype)
     return folder
 
@@ -47,20 +45,18 @@ def test_a_memory_that_writes_nothing_is_warned_of(tmp_path):
         budget = {"steps": 1, "checkpoint_every": 1}
         data = {**TASK, "seq_len": 64}
         faint = tiny(budget=budget, data=data, model={"memory": {"algorithm": {"kind": "gd", "lr": 1e-5}}})
-        run_experiment(faint, tmp_path / "run", display=Display(quiet=True))
+        quiet_run(faint, tmp_path / "run")
     with pytest.warns(HealthWarning, match="memory 'blocks.0.memory' writes nothing: .* raise algorithm.lr"):
         report_run(tmp_path / "run")
     assert "writes" in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.spec("SCOPE-REPORT-D1", "SCOPE-REPORT-I1")
-def test_a_run_gets_pictures_and_a_section_once(run, capsys):
+def test_a_run_gets_pictures_and_a_section_once(run, hecate):
     report = run / "report.md"
     before = report.read_text(encoding="utf-8")
-    with pytest.raises(SystemExit) as caught:
-        main(["report", str(run)])
-    out, err = capsys.readouterr()
-    assert not caught.value.code, err
+    code, out, err = hecate("report", run)
+    assert code == 0, err
     figure = run / "figures" / "microscope-blocks.0.memory.png"
     assert out.splitlines() == [str(figure), f"step 4, 8 tokens; report: {report}"]
     text = report.read_text(encoding="utf-8")
@@ -118,7 +114,7 @@ def test_a_model_without_memories(tmp_path):
     config, folder = ExperimentConfig.model_validate(fields), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
-        run_experiment(config, folder, display=Display(quiet=True))
+        quiet_run(config, folder)
     with pytest.raises(ConfigError, match="no memories to look at"):
         report_run(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 
@@ -12,6 +13,7 @@ from hecate import states
 from hecate.errors import CheckpointError, ConfigError
 from hecate.serve import Memories, PrefixCache, Request, Scheduler
 from tests.serve.common import alone, drawn, made, run
+from tests.train.test_crash import every_kill
 
 
 @pytest.mark.spec("SERVE-TREE-D1")
@@ -147,3 +149,23 @@ def test_a_fingerprint_is_of_config_and_weights(tmp_path):
     states.load(tmp_path / "with", model=mark)
     with pytest.raises(CheckpointError, match="of a model that it does not tell"):
         states.load(tmp_path / "without", model=mark)
+
+
+@pytest.mark.spec("SERVE-USER-D1")
+def test_a_file_is_the_old_one_or_the_new_one_whenever_its_writer_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+    def write(folder, value):
+        memories = Memories(folder, "m")
+        memories.save("ada", {"state": torch.full((1, 9), value)})
+        memories.close()
+
+    seen = set()
+    for folder, killed in every_kill(tmp_path, lambda folder: write(folder, 1.0), lambda folder: write(folder, 2.0)):
+        memories = Memories(folder, "m")
+        (value,) = memories.load("ada")["state"].unique().tolist()
+        assert killed or value == 2.0
+        assert sorted(path.name for path in folder.iterdir()) == [".lock", memories.path("ada").name]
+        memories.close()
+        seen.add(value)
+    assert seen == {1.0, 2.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -306,45 +307,8 @@ def test_a_scheduler_that_has_failed_is_told(model, monkeypatch):
         assert httpx.get(f"{url}/health").status_code == 503 and post(url, prompt="a").status_code == 503
 
 
-KILLED = """
-import os, random, signal, sys, time
-import torch
-from hecate.serve import Memories
-folder, draws = sys.argv[1], random.Random(0)
-torch.set_num_threads(1)  # a forked child has no pool of threads
-memories = Memories(folder, "m")
-memories.save("ada", {"step": torch.zeros(1), "state": torch.zeros(1, 200_000)})
-start, last = time.monotonic(), 0.0
-for _ in range(5):
-    memories.save("ada", {"step": torch.zeros(1), "state": torch.zeros(1, 200_000)})
-one = (time.monotonic() - start) / 5  # a disk's own time for a file
-for kill in range(20):
-    child = os.fork()
-    if not child:
-        for step in range(int(last) + 1, 10_000):
-            value = torch.full((1, 200_000), float(step))
-            memories.save("ada", {"step": value[0, :1], "state": value})
-        os._exit(0)
-    time.sleep(draws.uniform(0.1, 4) * one)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    found = memories.load("ada")
-    assert bool((found["state"] == found["step"]).all()) and float(found["step"]) >= last, kill
-    last = float(found["step"])
-memories.close()
-Memories(folder, "m")
-assert sorted(os.listdir(folder)) == sorted([".lock", memories.path("ada").name]), os.listdir(folder)
-print("written", last)
-"""
-
-
-@pytest.mark.spec("SERVE-USER-D1")
-def test_a_file_is_the_old_one_or_the_new_one_whenever_its_writer_is_killed(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and float(done.stdout.split()[-1]) > 0, done.stderr
-
-
 SERVER = """
+import os
 import sys
 import torch
 from hecate import states
@@ -353,24 +317,32 @@ from hecate.serve.server import serve
 from tests.serve.common import TEXTS, made
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
-model = made()
-scheduler = Scheduler(model, memories=Memories(sys.argv[1], states.fingerprint(model)))
-serve(application(scheduler, TEXTS), port=int(sys.argv[2]))
+for _ in sys.stdin:  # a server for each line, one after the other
+    child = os.fork()
+    if not child:
+        model = made()
+        scheduler = Scheduler(model, memories=Memories(sys.argv[1], states.fingerprint(model)))
+        serve(application(scheduler, TEXTS), port=int(sys.argv[2]))
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def started(users: Path, port: int) -> Any:
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(users), str(port)], cwd=Path(__file__).parents[2])
+def started(servers: Any, port: int) -> int:
+    """The process of a server that answers."""
 
     def ready() -> bool:
-        assert process.poll() is None
+        assert servers.poll() is None
         try:
             return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
 
+    print(file=servers.stdin, flush=True)
+    pid = int(servers.stdout.readline())
     wait_for(ready, 120)
-    return process
+    return pid
 
 
 @pytest.mark.spec("SERVE-USER-D1")
@@ -380,34 +352,32 @@ def test_a_memory_survives_a_server_that_is_killed(tmp_path, model):
     wanted = said(model, turns, COUNT)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    process = started(tmp_path, port)
+    url, command = f"http://127.0.0.1:{port}", [sys.executable, "-c", SERVER, str(tmp_path), str(port)]
+    how: dict[str, Any] = {"cwd": Path(__file__).parents[2], "text": True, "start_new_session": True}
+    servers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how)
     try:
+        pid = started(servers, port)
         assert post(url, prompt=turns[0], user="ada", **HOW).json()["choices"][0]["text"] == wanted[0]
         body = {"prompt": "no", "user": "ada", "stream": True, "max_tokens": 1000}
         with httpx.stream("POST", f"{url}/v1/completions", timeout=20, json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGKILL)
-        process.wait(20)
-        process = started(tmp_path, port)
+            os.kill(pid, signal.SIGKILL)
+        assert int(servers.stdout.readline()) == -signal.SIGKILL
+        pid = started(servers, port)
         for turn, text in zip(turns[1:], wanted[1:], strict=True):
             assert post(url, prompt=turn, user="ada", **HOW).json()["choices"][0]["text"] == text
+        os.kill(pid, signal.SIGTERM)
+        assert int(servers.stdout.readline()) in (0, -signal.SIGTERM)
     finally:
-        process.terminate()
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        os.killpg(servers.pid, signal.SIGKILL)
+        servers.communicate()
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
-def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
+def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, hecate):
     hf = pytest.importorskip("hecate.hf")
-    from hecate import cli
     from hecate.serve import server as module
-
-    def command(*line: Any) -> int:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["serve", *map(str, line)])
-        return int(ended.value.code or 0)
 
     own, folder = made(), tmp_path / "tiny"
     hf.HecateForCausalLM.of(own).save_pretrained(folder)
@@ -415,7 +385,7 @@ def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}!"
     tokenizer.save_pretrained(folder)
     monkeypatch.delenv("HECATE_API_KEY", raising=False)
-    assert command(folder, "--host", "0.0.0.0") and "set HECATE_API_KEY" in capsys.readouterr().err
+    assert "set HECATE_API_KEY" in hecate("serve", folder, "--host", "0.0.0.0")[2]
 
     def answered(app: Any, host: str, port: int, *, key: str | None) -> None:
         assert (host, port, key) == ("127.0.0.1", 8123, None)
@@ -429,18 +399,18 @@ def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
             assert talk["model"] == "tiny" and talk["choices"][0]["message"]["content"] == said(own, ["uhi!"], COUNT)[0]
 
     monkeypatch.setattr(module, "serve", answered)
-    assert command(folder, "--prefixes", tmp_path / "both", "--memories", tmp_path / "both")
-    assert "memories and prefixes are both" in capsys.readouterr().err and not (tmp_path / "both").exists()
+    both = ("--prefixes", tmp_path / "both", "--memories", tmp_path / "both")
+    assert "memories and prefixes are both" in hecate("serve", folder, *both)[2] and not (tmp_path / "both").exists()
     more = ("--port", 8123, "--prefixes", tmp_path / "tree", "--memories", tmp_path / "users")
     for exact in ((), (), ("--exact",)):
         if exact:  # states of the other kind are of another model
-            assert command(folder, *more, *exact) and "another model" in capsys.readouterr().err
+            assert "another model" in hecate("serve", folder, *more, *exact)[2]
             shutil.rmtree(tmp_path / "tree")
-        assert command(folder, *more, *exact) == 0
-        assert "tiny at http://127.0.0.1:8123" in capsys.readouterr().out
+        code, out, _ = hecate("serve", folder, *more, *exact)
+        assert code == 0 and "tiny at http://127.0.0.1:8123" in out
         assert len(list((tmp_path / "tree").iterdir())) == 2
         (next((tmp_path / "users").glob("*.safetensors"))).unlink()
-    assert command(tmp_path / "tree") and "tree" in capsys.readouterr().err
+    assert "tree" in hecate("serve", tmp_path / "tree")[2]
 
 
 STOPPED_TWICE = """
@@ -475,10 +445,9 @@ def test_a_second_ctrl_c_stops_the_application_and_prints_no_traceback():
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
-def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, hecate):
     import importlib
 
-    from hecate import cli
     from hecate import serve as package
 
     monkeypatch.delitem(sys.modules, "hecate.serve.server")
@@ -486,9 +455,7 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ImportError, match=r'needs starlette and uvicorn: pip install -c constraints.txt "\.\[serve\]"'):
         importlib.import_module("hecate.serve").application  # noqa: B018
-    with pytest.raises(SystemExit):
-        cli.main(["serve", str(tmp_path)])
-    assert 'pip install -c constraints.txt ".[serve]"' in capsys.readouterr().err
+    assert 'pip install -c constraints.txt ".[serve]"' in hecate("serve", tmp_path)[2]
     code = (
         "import sys, hecate, hecate.cli, hecate.serve; sys.exit('starlette' in sys.modules or 'uvicorn' in sys.modules)"
     )
@@ -496,17 +463,12 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
-def test_the_command_serves_a_run(tmp_path, monkeypatch, float32):
-    from hecate import cli
+def test_the_command_serves_a_run(tmp_path, monkeypatch, hecate, float32):
     from hecate.serve import server as module
-    from hecate.train import open_model, run_experiment
-    from hecate.train.display import Display
-    from tests.train.common import tiny
+    from hecate.train import open_model
+    from tests.train.common import text_run
 
-    (tmp_path / "a.txt").write_text("a text to train on, " * 40)
-    data = {"kind": "text", "paths": [str(tmp_path / "a.txt")]}
-    config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
-    run_experiment(config, tmp_path / "run", display=Display(quiet=True))
+    text_run(tmp_path, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
     own: Any = open_model(tmp_path / "run", "best").model
 
     def answered(app: Any, host: str, port: int, *, key: str | None) -> None:
@@ -519,6 +481,4 @@ def test_the_command_serves_a_run(tmp_path, monkeypatch, float32):
 
     monkeypatch.setattr(module, "serve", answered)
     monkeypatch.setenv("HECATE_API_KEY", "secret")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", str(tmp_path / "run"), "--host", "0.0.0.0", "--name", "mine"])
-    assert not ended.value.code
+    assert hecate("serve", tmp_path / "run", "--host", "0.0.0.0", "--name", "mine")[0] == 0

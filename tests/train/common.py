@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hecate.train import ExperimentConfig
+from hecate.train import ExperimentConfig, run_experiment
+from hecate.train.display import Display
 
 TINY_MODEL = {"d_model": 8, "layers": 1, "heads": 2, "mlp_ratio": 1.0, "conv_kernel": 2}
 TASK = {"kind": "mqar", "vocab_size": 16, "num_pairs": 2, "seq_len": 8}
@@ -26,6 +27,18 @@ def tiny(**fields) -> ExperimentConfig:
             **fields,
         }
     )
+
+
+def quiet_run(config, folder, **how):
+    """`run_experiment` without a word."""
+    return run_experiment(config, folder, display=Display(quiet=True), **how)
+
+
+def text_run(home, **fields):
+    """The folder of a run on a text of its own, both in `home`."""
+    (home / "text.txt").write_text("".join(f"line {n} of {n * n % 97}\n" for n in range(900)))
+    data = {"kind": "text", "paths": [str(home / "text.txt")]}
+    return quiet_run(tiny(data=data, **fields), home / "run").folder
 
 
 class TiedGRU(nn.Module):

@@ -17,6 +17,7 @@ import torch
 from hecate.train import dump_experiment, load_checkpoint
 from hecate.train.checkpoint import checkpoints
 from hecate.train.loggers import read_metrics
+from tests.ranks import descendants
 from tests.train.worlds import experiment
 
 ROOT = Path(__file__).parents[2]
@@ -82,21 +83,11 @@ def run_killed(folder: Path, kills: int, *, steps: int = 120, save: str = "sync"
 def _fresh(agent: subprocess.Popen[bytes], size: int, known: set[int], began: float) -> list[int]:
     """The processes of the next attempt, once there are all."""
     while agent.poll() is None and time.monotonic() - began < LIMIT:
-        ranks = [pid for pid in _children(agent.pid) if pid not in known and _is_rank(pid)]
+        ranks = [pid for pid in descendants(agent.pid) if pid not in known and _is_rank(pid)]
         if len(ranks) == size:
             return ranks
         time.sleep(0.02)
     return []
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [
-            int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]  # fmt: skip
-    except OSError:
-        return []
 
 
 def _is_rank(pid: int) -> bool:

@@ -29,11 +29,16 @@ def load(tmp_path):
     return loaded
 
 
-@pytest.mark.spec("TRAIN-COMPOSE-I1")
-def test_presets_load_and_come_back_from_their_dump(load):
-    for name in presets():
-        config = load_experiment(name)
+@pytest.fixture(scope="module")
+def loaded():
+    return {name: load_experiment(name) for name in presets()}
+
+
+@pytest.mark.spec("TRAIN-COMPOSE-I1", "VAR-FROZEN-I1")
+def test_presets_load_and_come_back_from_their_dump(load, loaded):
+    for name, config in loaded.items():
         assert config.name == name and load(dump_experiment(config)) == config
+        assert isinstance(hash(config), int)
 
 
 _MAPS = st.sampled_from([phi.ELU(), phi.RandomFourier(d_phi=6, sigma=0.3), phi.Compose(maps=(phi.ELU(), phi.Exp()))])
@@ -57,14 +62,10 @@ def test_any_experiment_comes_back_from_its_dump(tmp_path_factory, feature_map, 
     assert load_experiment(path) == config
 
 
-def test_an_empty_file_is_the_default_experiment(load):
-    assert load("") == ExperimentConfig()
-
-
 @pytest.mark.spec("TRAIN-COMPOSE-D2")
 def test_extends_merges_mappings_and_replaces_the_rest(load):
     config = load(
-        "extends: base\nseed: 5\noptim:\n  betas: [0.5, 0.6]\n".replace("base", "base.yaml"),
+        "extends: base.yaml\nseed: 5\noptim:\n  betas: [0.5, 0.6]\n",
         base="extends: mqar\nname: mine\nseed: 4\noptim:\n  lr: 1e-2\n  betas: [0.1, 0.2]\n",
     )
     preset = load_experiment("mqar")
@@ -86,6 +87,7 @@ def test_another_kind_replaces_and_the_same_kind_merges(load):
 
 @pytest.mark.spec("TRAIN-COMPOSE-D3")
 def test_overrides(load):
+    assert load("") == ExperimentConfig() and load("optim: {lr: -1}", "optim.lr=1").optim.lr == 1
     config = load(
         "data: {kind: mqar, num_pairs: 3}",
         "optim.lr=1e-2", "data.num_pairs=5", "bias=dot", "optim.betas[0]=0.25",
@@ -136,11 +138,6 @@ def test_qk_norm_left_out_is_the_rules(load):
         assert ("layer_qk_norm" in dump) == (own.memory.layer_qk_norm is not None)
 
 
-@pytest.mark.spec("TRAIN-COMPOSE-D3")
-def test_an_override_may_repair_a_file(load):
-    assert load("optim: {lr: -1}", "optim.lr=1").optim.lr == 1
-
-
 @pytest.mark.spec("TRAIN-LOOP-D1")
 def test_rates():
     optim = OptimConfig(lr=1.0, warmup=4, schedule="linear", final=0.1)
@@ -155,37 +152,22 @@ def test_rates():
 
 
 @pytest.mark.parametrize("stem", BY_RULE)
-def test_every_rule_has_a_preset(stem):
+def test_every_rule_has_a_preset(stem, loaded):
     for rule in RULES:
-        config = load_experiment(f"{stem}-{rule}")
-        assert config.name == f"{stem}-{rule}"
         own = named_rule(rule)
         fits = min(own.chunk, RECALL_CHUNK) if stem == "mqar" else own.chunk
-        assert config.model.memory == own.model_copy(update={"chunk": fits})
-        assert f"{stem}-{rule}" in presets()
+        assert loaded[f"{stem}-{rule}"].model.memory == own.model_copy(update={"chunk": fits})
     changed = load_experiment(f"{stem}-titans", ["model.memory.chunk=4"])
     assert changed.model.memory == named_rule("titans").model_copy(update={"chunk": 4})
-    assert changed.data == load_experiment(stem).data
+    assert changed.data == loaded[stem].data
     with pytest.raises(ConfigError, match=rf"no preset '{stem}-titan'.*Did you mean '{stem}-titans'"):
         load_experiment(f"{stem}-titan")
 
 
-def test_a_rule_s_name_stands_for_its_fields():
-    assert MemoryConfig.model_validate("gla") == named_rule("gla")
-    tiny = MemoryConfig.model_validate({"kind": "delta", "chunk": 2})
-    assert tiny == named_rule("delta").model_copy(update={"chunk": 2})
-    with pytest.raises(ConfigError, match="unknown rule 'delt'.*Did you mean 'delta'"):
-        MemoryConfig.model_validate("delt")
-
-
 @pytest.mark.spec("VAR-TRIP-I1")
-def test_a_config_prints_what_was_set_and_reads_it_back():
-    names = {
-        "ExperimentConfig": ExperimentConfig,
-        "MemoryConfig": MemoryConfig,
-        "LanguageModelConfig": LanguageModelConfig,
-    }
-    configs = [load_experiment(name) for name in presets()]
+def test_a_config_prints_what_was_set_and_reads_it_back(loaded):
+    names = {item.__name__: item for item in (ExperimentConfig, MemoryConfig, LanguageModelConfig)}
+    configs = [*loaded.values()]
     configs += [named_rule(rule, **own) for rule in RULES for own in ({}, {"state_dtype": "float64"})]
     configs += [ExperimentConfig(), LanguageModelConfig(memory="linear_attention")]
     configs += [LanguageModelConfig(memory="linear_attention", qk_norm="l2", d_key=4)]

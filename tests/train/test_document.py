@@ -29,15 +29,6 @@ def test_scalars():
     assert math.isnan(parse_value(".nan", "here")[0])
 
 
-@pytest.mark.spec("TRAIN-YAML-D1")
-def test_marks_name_the_line_of_every_key():
-    document = parse_yaml("a: 1\nb:\n  c:\n    - 5\n    - d: 6\n", "x.yaml")
-    assert document.marks[("a",)] == "x.yaml:1"
-    assert document.marks[("b", "c")] == "x.yaml:3"
-    assert document.marks[("b", "c", 0)] == "x.yaml:4"
-    assert document.marks[("b", "c", 1, "d")] == "x.yaml:5"
-
-
 _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Cn"]), max_size=12)
 _TRICKY = st.sampled_from(
     ["no", "1e-3", "017", "0o17", "~", "", "null", "true", "1_0", "2024-01-02", "- a", "a: b",

@@ -10,20 +10,17 @@ import torch
 from safetensors.torch import save_file
 
 from hecate.errors import CheckpointError, ConfigError
-from hecate.train import Checkpoint, open_model, open_run, run_experiment, save_checkpoint
-from hecate.train.display import Display
+from hecate.train import Checkpoint, open_model, open_run, save_checkpoint
 from hecate.train.trained import export_weights, import_weights, read_weights
 
-from .common import same_bits, tiny
+from .common import quiet_run, same_bits, tiny
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     torch.set_default_dtype(torch.float32)
     folder = tmp_path_factory.mktemp("run") / "it"
-    run_experiment(
-        tiny(budget={"steps": 4, "checkpoint_every": 2, "save": "async"}), folder, display=Display(quiet=True)
-    )
+    quiet_run(tiny(budget={"steps": 4, "checkpoint_every": 2, "save": "async"}), folder)
     return folder
 
 
@@ -33,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("float32")
 @pytest.mark.spec("CKPT-ASYNC-D1")
 def test_a_run_saves_behind_what_it_saves_at_once(run, tmp_path):
     config = tiny(budget={"steps": 4, "checkpoint_every": 2})
-    run_experiment(config, tmp_path / "sync", display=Display(quiet=True))
+    quiet_run(config, tmp_path / "sync")
     for name in ("step_00000002", "step_00000004"):
         one, two = (folder / "checkpoints" / name / "tensors.safetensors" for folder in (run, tmp_path / "sync"))
         assert one.read_bytes() == two.read_bytes()
@@ -75,7 +72,7 @@ def test_imported_weights_are_trained_on(run, tmp_path):
     with pytest.raises(CheckpointError, match="is not a run folder: it has no config.yaml"):
         open_run(run / "checkpoints" / "step_00000004")
     config = tiny(budget={"steps": 4, "checkpoint_every": 2})
-    done = run_experiment(config, made, resume=True, display=Display(quiet=True))
+    done = quiet_run(config, made, resume=True)
     assert done.status == "finished" and not same_bits(read_weights(made, "newest"), expected)
     parts = tmp_path / "parts"
     parts.mkdir()

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hecate.cli import main
 from hecate.rule import RULES
 from hecate.train import Trainer, load_experiment
 from hecate.train.compose import RECALL_CHUNK
@@ -31,25 +30,16 @@ budget: {{steps: 2, batch_size: 2, eval_batches: 1}}
 """
 
 
-@pytest.mark.spec("TRAIN-NAMED-I1")
-def test_the_name_of_a_rule_in_a_file_is_its_config(tmp_path):
-    for rule, known in RULES.items():
-        (tmp_path / "named.yaml").write_text(NAMED.format(rule=rule))
-        assert load_experiment(tmp_path / "named.yaml").model.memory == known.config
-
-
 FEW = ("delta", "titans", "mamba3", "gsa", "in_place_ttt")  # tests/nn takes a step with a layer by every rule
 
 
 @pytest.mark.spec("TRAIN-NAMED-I1")
 @pytest.mark.parametrize("rule", [pytest.param(n, marks=() if n in FEW else pytest.mark.slow) for n in RULES])
-def test_the_name_of_a_rule_in_a_file_is_enough_to_train(rule, tmp_path, monkeypatch):
+def test_the_name_of_a_rule_in_a_file_is_enough_to_train(rule, hecate, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # drawing takes a second
     file, run = tmp_path / "named.yaml", tmp_path / "run"
     file.write_text(NAMED.format(rule=rule))
-    with pytest.raises(SystemExit) as caught:
-        main(["train", str(file), "--quiet", "--out", str(run)])
-    assert not caught.value.code
+    assert hecate("train", file, "--quiet", "--out", run)[0] == 0
     assert load_experiment(run / "config.yaml").model.memory == RULES[rule].config
     losses = [record["loss"] for record in read_metrics(run / "metrics.jsonl") if record["event"] == "train"]
     assert len(losses) == 2 and all(0 < loss < 2 * math.log(16) for loss in losses)

@@ -13,12 +13,11 @@ from collections import Counter
 import pytest
 
 from hecate.errors import CheckpointError, ConfigError
-from hecate.train import checkpoints, load_checkpoint, newest_checkpoint, run_experiment
+from hecate.train import checkpoints, load_checkpoint, newest_checkpoint
 from hecate.train import run as module
-from hecate.train.display import Display
 from hecate.train.loggers import MetricsWriter, add_sample, read_metrics, rewind_samples
 
-from .common import Interrupted, TiedGRU, same_bits, tiny
+from .common import Interrupted, TiedGRU, quiet_run, same_bits, tiny
 from .test_crash import KILLED, killed_at
 
 BUDGET = {"steps": 5, "eval_every": 2, "checkpoint_every": 2, "keep": 1}
@@ -27,7 +26,7 @@ BUDGET = {"steps": 5, "eval_every": 2, "checkpoint_every": 2, "keep": 1}
 def run(folder, *, resume=False, model=None, **fields):
     config = tiny(budget=BUDGET | fields, sample={"every": 2})
     model = TiedGRU() if model is None else model
-    return run_experiment(config, folder, resume=resume, display=Display(quiet=True), model=model)
+    return quiet_run(config, folder, resume=resume, model=model)
 
 
 def lines(folder, *events):

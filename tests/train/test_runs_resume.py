@@ -14,13 +14,14 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from hecate.distributed import ParallelConfig, start
-from hecate.errors import CheckpointError, ConfigError
+from hecate.errors import CheckpointError, ConfigError, HecateError
 from hecate.train import Hooks, Trainer, checkpoints, load_checkpoint, load_experiment, run_experiment
 from hecate.train.display import Display
 from hecate.train.loggers import read_metrics
+from hecate.train.trained import begin_from
 from tests.ranks import run_ranks
 
-from .common import same_bits, tiny
+from .common import quiet_run, same_bits, tiny
 from .worlds import experiment
 
 TEN = {"budget": {"steps": 10}}
@@ -210,18 +211,18 @@ def of_two(folder: str) -> dict[str, Any]:
         def on_checkpoint(self, trainer, path):
             heard.append(path.name)
 
-    here, how = Path(folder), {"display": Display(quiet=True), "hooks": [Hears()]}
+    here, how = Path(folder), {"hooks": [Hears()]}
     with start(ParallelConfig(data=2), timeout=60.0) as world:
         begun = experiment(parallel={"data": 2}, init_from=str(here / "first"), budget={"steps": 10})
-        run_experiment(begun, here / "two", world=world, **how)
+        quiet_run(begun, here / "two", world=world, **how)
         slower = experiment(parallel={"data": 2}, init_from=str(here / "first"), optim={"lr": 1e-3})
-        found = run_experiment(slower, here / "two", world=world, resume=True, allow=["optim.lr"], **how)
-        gone = experiment(parallel={"data": 2}, init_from=str(here / "gone"))
-        try:
-            run_experiment(gone, here / "three", world=world, **how)
-            said = ""
-        except CheckpointError as error:
-            said = str(error)
+        found = quiet_run(slower, here / "two", world=world, resume=True, allow=["optim.lr"], **how)
+        said = []
+        for name in ("gone", f"{'ab'[world.rank]}.safetensors"):  # none has it, or each has another one
+            try:
+                begin_from(Trainer(experiment(parallel={"data": 2}), world=world), here / name)
+            except HecateError as error:
+                said.append(str(error))
     return {"heard": heard, "loss": found.score.loss if found.score else 0.0, "said": said}
 
 
@@ -229,6 +230,9 @@ def of_two(folder: str) -> dict[str, Any]:
 def test_two_processes_begin_and_go_on_as_one(tmp_path):
     torch.set_default_dtype(torch.float64)
     run(experiment(budget={"steps": 10}), tmp_path / "first")
+    for name, shift in ("a", 0.0), ("b", 1.0):
+        own = {key: x + shift for key, x in Trainer(experiment()).model.state_dict().items()}
+        save_file(own, tmp_path / f"{name}.safetensors")
     from_it = {"init_from": str(tmp_path / "first")}
     run(experiment(**from_it, budget={"steps": 10}), tmp_path / "one")
     one, _ = run(experiment(**from_it, optim={"lr": 1e-3}), tmp_path / "one", resume=True, allow=["optim.lr"])
@@ -240,7 +244,9 @@ def test_two_processes_begin_and_go_on_as_one(tmp_path):
         assert [tokens for _, _, tokens in steps] == [12 * 16 * n for n in range(1, 21)]
         names = [item for item in rank["heard"] if isinstance(item, str)]
         assert names == ["step_00000010", "step_00000010", "step_00000020"]  # once more under the other rate
-        assert rank["said"].startswith("init_from: ") and "gone" in rank["said"]
+        gone, other = rank["said"]
+        assert gone.startswith("init_from: ") and "gone" in gone
+        assert other.startswith("init_from.") and "on rank 1" in other
         assert rank["loss"] == pytest.approx(one.score.loss, rel=0, abs=2e-6)
     records = read_metrics(tmp_path / "two/metrics.jsonl")
     assert [r["step"] for r in records if r["event"] == "train"] == list(range(1, 21))

@@ -13,16 +13,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hecate.cli import main
 from hecate.data import Bytes
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.models import LanguageModel, LanguageModelConfig
-from hecate.train import checkpoints, generate, open_model, open_run, run_experiment
-from hecate.train.display import Display
+from hecate.train import checkpoints, generate, open_model, open_run
 from hecate.train.evaluate import Draws, likely, written
 from hecate.train.trained import by_length, export_weights, import_weights, parse_lengths, source_of, tables
 
-from .common import tiny
+from .common import quiet_run, text_run, tiny
 from .worlds import MODELS
 
 
@@ -32,30 +30,14 @@ def plain(float32):
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A run on a text of its own, which is gone again; and the text."""
+def run(tmp_path_factory):
+    """A run on a text that is gone again."""
     torch.set_default_dtype(torch.float32)
     home = tmp_path_factory.mktemp("used")
-    text = "".join(f"line {n} of {n * n % 97}\n" for n in range(900))
-    (home / "text.txt").write_text(text)
-    config = tiny(
-        data={"kind": "text", "paths": [str(home / "text.txt")]}, model={"memory": "gated_delta"},
-        budget={"seq_len": 16, "steps": 20}, sample={"prompt": "line ", "tokens": 3},
-    )  # fmt: skip
-    run_experiment(config, home / "run", display=Display(quiet=True))
+    sizes = {"budget": {"seq_len": 16, "steps": 20}, "sample": {"prompt": "line ", "tokens": 3}}
+    folder = text_run(home, model={"memory": "gated_delta"}, **sizes)
     (home / "text.txt").unlink()
-    return home / "run", text
-
-
-@pytest.fixture
-def hecate(capsys):
-    def call(*argv):
-        with pytest.raises(SystemExit) as caught:
-            main([str(part) for part in argv])
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
+    return folder
 
 
 def seeds(count: int) -> list[torch.Generator]:
@@ -164,37 +146,35 @@ def test_a_text_ends_ahead_of_a_stop():
 
 
 @pytest.mark.spec("TRAIN-OPEN-D1")
-def test_a_model_is_opened_without_its_data(corpus):
-    folder, _ = corpus
-    trained = open_model(folder, "newest")
+def test_a_model_is_opened_without_its_data(run):
+    trained = open_model(run, "newest")
     assert trained.step == 20 and not trained.model.training and trained.device.type == "cpu"
-    path = checkpoints(folder / "checkpoints")[-1]
+    path = checkpoints(run / "checkpoints")[-1]
     own = open_model(path)
     assert all(torch.equal(a, b) for a, b in zip(own.model.parameters(), trained.model.parameters(), strict=True))
     with pytest.raises(DataError):
-        open_run(folder)
+        open_run(run)
     with pytest.raises(CheckpointError, match="is not a run folder: it has no config.yaml"):
-        open_model(folder / "figures")
+        open_model(run / "figures")
 
 
 @pytest.mark.spec("TRAIN-OPEN-D1", "TRAIN-GEN-D1", "TRAIN-GEN-D2", "TRAIN-GEN-D3")
-def test_generate_from_the_command_line(hecate, corpus, tmp_path):
-    folder, _ = corpus
-    code, out, err = hecate("generate", folder, "--tokens", 40, "--seed", 3)
+def test_generate_from_the_command_line(hecate, run, tmp_path):
+    code, out, err = hecate("generate", run, "--tokens", 40, "--seed", 3)
     assert code == 0 and out.startswith("line ") and not err
     path = tmp_path / "elsewhere"
-    shutil.copytree(checkpoints(folder / "checkpoints")[-1], path / "step_00000020")
+    shutil.copytree(checkpoints(run / "checkpoints")[-1], path / "step_00000020")
     assert hecate("generate", path / "step_00000020", "--seed", 3, "--tokens", 40)[0] == 0
-    greedy = hecate("generate", folder, "--tokens", 40, "--temperature", 0)[1]
-    assert hecate("generate", folder, "--tokens", 40, "--top-k", 1)[1] == greedy
-    assert hecate("generate", folder, "--tokens", 40, "--top-p", 1e-9)[1] == greedy
-    both = hecate("generate", folder, "--prompt", "line 1", "--prompt", "of", "--batch", 2, "--tokens", 9)[1]
+    greedy = hecate("generate", run, "--tokens", 40, "--temperature", 0)[1]
+    assert hecate("generate", run, "--tokens", 40, "--top-k", 1)[1] == greedy
+    assert hecate("generate", run, "--tokens", 40, "--top-p", 1e-9)[1] == greedy
+    both = hecate("generate", run, "--prompt", "line 1", "--prompt", "of", "--batch", 2, "--tokens", 9)[1]
     assert both.startswith("--- 1\nline 1") and [f"--- {n}\n" in both for n in (2, 3, 4)] == [True] * 3
     whole = greedy[len("line ") : -1]
     cut = whole[4:6]
-    stopped = hecate("generate", folder, "--tokens", 40, "--temperature", 0, "--stop", cut)[1]
+    stopped = hecate("generate", run, "--tokens", 40, "--temperature", 0, "--stop", cut)[1]
     assert stopped == "line " + whole[: whole.index(cut)] + "\n"
-    code, _, err = hecate("generate", folder, "--top-p", 0)
+    code, _, err = hecate("generate", run, "--top-p", 0)
     assert code == 2 and "top_p must be above 0" in err
 
 
@@ -212,9 +192,8 @@ def by_hand(model, text: bytes, length: int, rows: int) -> tuple[float, float]:
 
 
 @pytest.mark.spec("TRAIN-EVAL-D3")
-def test_other_texts_and_longer_sequences_are_scored(corpus, tmp_path, hecate):
-    folder, _ = corpus
-    trained = open_model(folder)
+def test_other_texts_and_longer_sequences_are_scored(run, tmp_path, hecate):
+    trained = open_model(run)
     other = tmp_path / "other.txt"
     other.write_text("line 7 of 49, and line 8 of 64; " * 200)
     source = source_of(trained, other)
@@ -231,24 +210,23 @@ def test_other_texts_and_longer_sequences_are_scored(corpus, tmp_path, hecate):
     assert rows[1][-1] == f"{found[1].loss / math.log(2):.4f}"
     assert places == ("tokens read", "loss at 16", "loss at 64", "loss at 512")
     assert losses[-1][:3] == ("256 to 511", "", "") and len(losses) == 10
-    code, out, err = hecate("eval", folder, "--data", other, "--lengths", "16,512")
+    code, out, err = hecate("eval", run, "--data", other, "--lengths", "16,512")
     assert code == 0 and f"{found[0].loss:.4f}" in out and "256 to 511" in out, err
 
 
 @pytest.mark.spec("TRAIN-EVAL-D3")
-def test_lengths_and_data_that_do_not_fit_are_refused(corpus, tmp_path, hecate):
-    folder, _ = corpus
+def test_lengths_and_data_that_do_not_fit_are_refused(run, tmp_path, hecate):
     assert parse_lengths("4k, 16,1K,16") == [16, 1024, 4096] and parse_lengths("1m") == [1 << 20]
     for text in ("", "0", "1.5k", "k", "-4", "4,,5", "9999m"):
         with pytest.raises(ConfigError, match="--lengths must be numbers of tokens such as 1k,4k,16k"):
             parse_lengths(text)
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    code, _, err = hecate("eval", folder, "--data", short, "--lengths", "64")
+    code, _, err = hecate("eval", run, "--data", short, "--lengths", "64")
     assert code == 2 and "a window of seq_len=64 needs 65" in err
-    code, _, err = hecate("eval", folder, "--data", tmp_path / "gone")
+    code, _, err = hecate("eval", run, "--data", tmp_path / "gone")
     assert code == 2 and "no file or folder" in err
-    run_experiment(tiny(budget={"steps": 1}), tmp_path / "task", display=Display(quiet=True))
+    quiet_run(tiny(budget={"steps": 1}), tmp_path / "task")
     code, _, err = hecate("eval", tmp_path / "task", "--lengths", "64")
     assert code == 2 and "data 'mqar' has sequences of length 8, got 64" in err
     code, _, err = hecate("eval", tmp_path / "task", "--data", short)
@@ -269,7 +247,7 @@ def test_tokens_are_continued_by_the_copy_of_their_tokenizer(tmp_path, hecate):
         data={"kind": "tokens", "path": str(shards), "validation": 0.2}, budget={"seq_len": 16, "steps": 2},
         sample={"prompt": "word", "tokens": 2},
     )  # fmt: skip
-    run_experiment(config, tmp_path / "run", display=Display(quiet=True))
+    quiet_run(config, tmp_path / "run")
     code, out, err = hecate("eval", tmp_path / "run", "--data", shards, "--lengths", "16,64")
     assert code == 0 and "perplexity" in out, err
     one = export_weights(tmp_path / "run", "safetensors", tmp_path / "one")

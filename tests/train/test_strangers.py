@@ -15,22 +15,19 @@ import pytest
 import torch
 import yaml
 
-from hecate.cli import main
 from hecate.compare.cells import RESULT
 from hecate.compare.run import RECORDS, _Job, _Work
 from hecate.errors import HecateError
 from hecate.evals import evaluate_run
 from hecate.files import read_whole, write_file
 from hecate.microscope.report import report_run
-from hecate.models.language_model import parameters_of
-from hecate.train import Trainer, open_model, open_run, run_experiment
+from hecate.train import Trainer, open_model, open_run
 from hecate.train.checkpoint import _digest
-from hecate.train.display import Display
 from hecate.train.run import check_folder
 from hecate.train.trained import NAMES, export_weights, import_weights
 from tests.clock import within
 
-from .common import tiny
+from .common import quiet_run, text_run, tiny
 
 pytestmark = pytest.mark.usefixtures("figures")  # reports of runs have pictures
 SECRET = "nothing in here is for others\n"
@@ -39,12 +36,7 @@ SECRET = "nothing in here is for others\n"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     torch.set_default_dtype(torch.float32)
-    home = tmp_path_factory.mktemp("made") / "run"
-    text = home.parent / "text.txt"
-    text.write_text("".join(f"line {n} of {n * n % 97}\n" for n in range(900)))
-    config = tiny(data={"kind": "text", "paths": [str(text)]}, budget={"seq_len": 16, "steps": 4})
-    run_experiment(config, home, display=Display(quiet=True))
-    return home
+    return text_run(tmp_path_factory.mktemp("made"), budget={"seq_len": 16, "steps": 4})
 
 
 @pytest.fixture
@@ -55,7 +47,7 @@ def folder(made, tmp_path):
 
 
 def again(folder, **how):
-    return run_experiment(tiny(**settings(folder)), folder, resume=True, display=Display(quiet=True), **how)
+    return quiet_run(tiny(**settings(folder)), folder, resume=True, **how)
 
 
 def settings(folder):
@@ -123,7 +115,7 @@ def test_a_pipe_in_a_run_folder_is_not_waited_for(folder, name, way):
 
 
 @pytest.mark.spec("TRAIN-FOLDER-D1")
-def test_the_command_line_touches_no_target_of_a_link(folder, tmp_path, capsys):
+def test_the_command_line_touches_no_target_of_a_link(folder, hecate, tmp_path):
     target = tmp_path / "target"
     target.write_text(SECRET)
     (folder / "metrics.jsonl").unlink()
@@ -134,10 +126,8 @@ def test_the_command_line_touches_no_target_of_a_link(folder, tmp_path, capsys):
         ["export", folder, *out], ["export", folder, "--to", "hf", *out], ["import", folder, *out],
         ["eval", folder, "--lengths", "16"], ["eval", folder, "--tasks", "niah"],
     ):  # fmt: skip
-        with pytest.raises(SystemExit) as caught:
-            main([str(part) for part in argv])
-        assert caught.value.code == 2
-        assert capsys.readouterr().err.startswith(f"error: {folder}/metrics.jsonl is a symbolic link")
+        code, _, err = hecate(*argv)
+        assert code == 2 and err.startswith(f"error: {folder}/metrics.jsonl is a symbolic link")
     assert target.read_text() == SECRET and not (tmp_path / "out").exists()
 
 
@@ -151,7 +141,7 @@ def test_another_name_of_a_file_is_not_written_through(folder, tmp_path, name):
     fields = settings(folder)
     fields["budget"]["steps"] = 5
     config = tiny(**fields)
-    assert run_experiment(config, folder, resume=True, display=Display(quiet=True)).step == 5
+    assert quiet_run(config, folder, resume=True).step == 5
     assert other.read_bytes() == before != (folder / name).read_bytes() or name == "env.json"
     assert not (folder / name).samefile(other)
 
@@ -200,10 +190,6 @@ def claim(folder, model, where):
             document["content"]["facts"]["config"]["model"] |= model
             document["digest"] = _digest(document["content"])
             file.write_text(json.dumps(document))
-
-
-def test_the_claim_is_large():
-    assert parameters_of(tiny(model=LARGE).model_for_data()) > 30e9
 
 
 @pytest.mark.spec("TRAIN-EST-D6")

@@ -24,33 +24,25 @@ def trained(trainer, steps):
 
 
 def fresh(kind, **fields):
-    torch.manual_seed(1)
     if kind == "gru":
+        torch.manual_seed(1)
         return Trainer(tiny(**fields), model=TiedGRU())
     data = {"data": TEXT, "budget": {"seq_len": 12}} if kind == "text" else {}
     return Trainer(tiny(**data, **fields))
 
 
-@pytest.mark.spec("TRAIN-LOOP-I1")
+@pytest.mark.spec("TRAIN-LOOP-I1", "TRAIN-LOOP-I2")
 @pytest.mark.parametrize("kind", ["memory", "text", "gru"])
-def test_the_same_config_gives_the_same_bits(kind):
+def test_the_same_config_gives_the_same_bits_whatever_was_drawn_before(kind):
     one = fresh(kind)
     steps = trained(one, 5)
     two = fresh(kind)
+    if kind != "gru":  # whose dropout draws globally
+        torch.rand(17)
     assert trained(two, 5) == steps
     assert same_bits(one.model.state_dict(), two.model.state_dict())
     other = fresh(kind, seed=1)
     assert trained(other, 5) != steps
-
-
-@pytest.mark.spec("TRAIN-LOOP-I2")
-def test_the_model_and_batches_do_not_depend_on_global_draws():
-    one = Trainer(tiny())
-    torch.rand(17)
-    two = Trainer(tiny())
-    torch.rand(5)
-    assert same_bits(one.model.state_dict(), two.model.state_dict())
-    assert trained(one, 3) == trained(two, 3)
 
 
 @pytest.mark.spec("CKPT-RESUME-I1")
@@ -73,19 +65,9 @@ def test_ten_and_ten_steps_are_twenty_to_the_bit(kind, tmp_path):
     names = set(one.tensors)
     assert {"rng/torch"} < names and any(n.endswith("/step") for n in names)
     assert any(n.endswith("/exp_avg_sq") for n in names)
-
-
-def test_tied_weights_stay_tied_and_are_stored_once(tmp_path):
-    trainer = fresh("gru")
-    trained(trainer, 2)
-    path = save_checkpoint(tmp_path, 2, trainer.checkpoint())
-    text = (path / "manifest.json").read_text()
-    assert '"model/head.weight": "model/embedding.weight"' in text
-    resumed = fresh("gru")
-    resumed.restore(load_checkpoint(path), str(path))
-    trained(resumed, 1)
-    assert resumed.model.head.weight is resumed.model.embedding.weight
-    assert int(resumed.model.seen) == 3 * 4
+    if kind == "gru":
+        assert '"model/head.weight": "model/embedding.weight"' in (path / "manifest.json").read_text()
+        assert resumed.model.head.weight is resumed.model.embedding.weight and int(resumed.model.seen) == 20 * 4
 
 
 class Fixed(nn.Module):
@@ -99,31 +81,26 @@ class Fixed(nn.Module):
         return self.row.expand(*tokens.shape, -1), None
 
 
+class Explodes(Fixed):
+    """Gradients without an end."""
+
+    def forward(self, tokens, state=None):
+        logits, _ = super().forward(tokens)
+        logits.register_hook(lambda g: g * math.inf)
+        return logits, None
+
+
 @pytest.mark.spec("TRAIN-LOOP-D2")
-def test_a_loss_that_is_not_finite_stops_before_the_parameters_change():
-    for value in (math.nan, math.inf):
-        model = Fixed(16, value)
-        trainer = Trainer(tiny(), model=model)
-        before = model.row.detach().clone()
-        with pytest.raises(NonFiniteError, match=r"^step 1: the loss is nan at learning rate .* Lower"):
+def test_what_is_not_finite_stops_before_the_parameters_change():
+    for model, message in (
+        (Fixed(16, math.nan), r"^step 1: the loss is nan at learning rate .* Lower"),
+        (Fixed(16, math.inf), r"^step 1: the loss is nan at learning rate .* Lower"),
+        (Explodes(16), r"^step 1: the gradient norm is (nan|inf) at"),
+    ):
+        trainer, before = Trainer(tiny(), model=model), model.row.detach().clone()
+        with pytest.raises(NonFiniteError, match=message):
             trainer.train_step()
-        assert torch.equal(model.row, before) or math.isnan(value)
-        assert trainer.step == 0
-
-
-@pytest.mark.spec("TRAIN-LOOP-D2")
-def test_a_gradient_that_is_not_finite_stops_before_the_parameters_change():
-    class Explodes(Fixed):
-        def forward(self, tokens, state=None):
-            logits, _ = super().forward(tokens)
-            logits.register_hook(lambda g: g * math.inf)
-            return logits, None
-
-    model = Explodes(16)
-    trainer = Trainer(tiny(), model=model)
-    with pytest.raises(NonFiniteError, match=r"^step 1: the gradient norm is (nan|inf) at"):
-        trainer.train_step()
-    assert torch.equal(model.row, torch.zeros(16))
+        assert torch.allclose(model.row, before, rtol=0, atol=0, equal_nan=True) and trainer.step == 0
 
 
 @pytest.mark.spec("TRAIN-EVAL-D1")

@@ -12,10 +12,10 @@ import torch
 
 from hecate.distributed import ParallelConfig, World, start
 from hecate.errors import CheckpointError, HecateError
-from hecate.train import Hooks, Trainer, load_checkpoint, run_experiment
-from hecate.train.display import Display
+from hecate.train import Hooks, Trainer, load_checkpoint
 from hecate.train.loggers import MetricsWriter, read_metrics
 from tests.ranks import run_ranks
+from tests.train.common import quiet_run
 from tests.train.worlds import experiment
 
 SHORT = {"steps": 4, "eval_every": 2, "checkpoint_every": 2, "eval_batches": 1}
@@ -40,7 +40,7 @@ def stopped(folder: str) -> dict[str, Any]:
     """What each fault of one rank raises on this one, and after how many seconds; the run that went on after it."""
     sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]
     found: dict[str, Any] = {}
-    config, how = experiment(parallel={"data": 2}, budget=SHORT), {"display": Display(quiet=True)}
+    config = experiment(parallel={"data": 2}, budget=SHORT)
     with start(ParallelConfig(data=2), timeout=60.0) as world:
         for name, rank in PLACES.items():
             began, hook = time.monotonic(), Fails(name, rank)
@@ -48,10 +48,10 @@ def stopped(folder: str) -> dict[str, Any]:
                 if name == "write" and world.main:
                     patch.setattr(MetricsWriter, "write", full)
                 try:
-                    run_experiment(config, Path(folder) / name, world=world, hooks=[hook], **how)  # type: ignore[arg-type]
+                    quiet_run(config, Path(folder) / name, world=world, hooks=[hook])
                 except HecateError as error:
                     found[name] = type(error).__name__, str(error), time.monotonic() - began
-        ended = run_experiment(config, Path(folder) / "on_step", resume=True, world=world, **how)  # type: ignore[arg-type]
+        ended = quiet_run(config, Path(folder) / "on_step", resume=True, world=world)
         found["after"] = ended.step
         found["refused"] = refused(Path(folder), world)
     return found
@@ -84,7 +84,7 @@ def refused(folder: Path, world: World) -> dict[str, str]:
                 path = folder / "on_step" / "checkpoints" / "step_00000004"
                 Trainer(config, world=world).restore(load_checkpoint(path), str(path))
             else:
-                run_experiment(config, folder / "on_step", resume=True, world=world, display=Display(quiet=True))
+                quiet_run(config, folder / "on_step", resume=True, world=world)
             said[name] = "nothing"
         except HecateError as error:
             said[name] = f"{type(error).__name__}: {error}"
