@@ -142,8 +142,9 @@ class Multiply(NamedTuple):
 
 
 class Normalise(NamedTuple):
-    """y = (x - mean) / s, s = sqrt(variance + eps), over the last axis of width n; where the variance is 0, so is y,
-    and s counts as 1: the inner gradient and its derivative have 1/s and 1/s^2 in them.
+    """y = (x - mean) / s, s = sqrt(variance + eps), over the last axis of width n; where the deviation is 0, up to the
+    rounding of the mean, n ulp |mean|, so is y, and s counts as 1: the inner gradient and its derivative have 1/s and
+    1/s^2 in them.
 
     With J v = (v - mean(v) - y <v, y>/n) / s, symmetric: the VJP is J g, and that of J g is, for the cotangent c, J c
     for g and -(<c, J g> y + <g, y> J c + <c, y> J g) / (n s) for x.
@@ -159,9 +160,12 @@ class Normalise(NamedTuple):
         return y, self._centre(inputs[0])[1]
 
     def _centre(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        centred = x - x.mean(-1, keepdim=True)
+        mean = x.mean(-1, keepdim=True)
+        centred = x - mean
         variance = centred.square().mean(-1, keepdim=True)
-        scale = torch.where(variance == 0, 1.0, variance + self.eps).rsqrt()
+        # Rounded means of equal numbers differ from engine to engine, and by them a variance of 0.
+        rounding = (x.shape[-1] * torch.finfo(x.dtype).eps * mean).square()
+        scale = torch.where(variance <= rounding, 1.0, variance + self.eps).rsqrt()
         return centred, scale
 
     def vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:

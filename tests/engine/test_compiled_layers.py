@@ -68,6 +68,18 @@ def test_against_the_token_loop(name):
 
 
 @pytest.mark.spec("ENG-LAYERS-I1")
+@pytest.mark.parametrize("d", [5, 6, 7, 27])
+def test_rows_that_are_alike_below_a_norm(d):
+    """A state of 0 behind this link makes rows alike: their mean is rounded, by each engine otherwise."""
+    structure = {"kind": "mlp", "layers": 1, "residual": True, "norm": "layer", "norm_eps": 1e-2}
+    case = case_of(config_of(structure=structure, retention={"kind": "kl", "scale": 3.0}), d=d, width=d, length=9)
+    forgets = torch.arange(9).view(1, 9, 1) == 4
+    lr, retain = (torch.where(forgets, 0.0, gate) for gate in case.gates[:2])
+    case = case._replace(gates=case.gates._replace(lr=lr, retain=retain)).fresh()
+    whole(case, engine="compiled_layers", autodiff="torch").equals(whole(case, engine="sequential"))
+
+
+@pytest.mark.spec("ENG-LAYERS-I1")
 @pytest.mark.parametrize(("d", "width"), [(1, 1), (1, 9), (8, 4), (17, 16)])
 def test_widths_around_whole_vectors(d, width):
     """Numbers beyond a weight's own stay 0, whatever link and bias do to them."""

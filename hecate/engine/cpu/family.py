@@ -388,7 +388,8 @@ class Walk:
             if self.route is not None:
                 floor = FLOOR if self.config.blocks else 0.0
                 values = np.zeros(self.route.scratch, dtype)
-                graph = kernels.layers.Graph(self.route.nodes, np.array([self.route.eps, floor], dtype), values)
+                numbers = np.array([self.route.eps, floor, np.finfo(dtype).eps], dtype)
+                graph = kernels.layers.Graph(self.route.nodes, numbers, values)
             slots = [np.zeros(2 * self.segment, np.int64)] if back else []
             run(lo, hi, rule, graph, *rows, *space, *slots, *functions)
 

@@ -31,7 +31,7 @@ class Graph(NamedTuple):
 
     Fields:
         nodes: a row of numbers each.
-        numbers: eps of its norms, and the floor of its steps, 0 without.
+        numbers: eps of its norms; the floor of its steps, 0 without; the distance from 1 to the next number.
         scratch: seven rows of values, and three of the longest value.
     """
 
@@ -59,7 +59,7 @@ def _evaluated(graph, act, ac, W, k, x):
         elif op == 3:
             product(x, a, x, b, x, at, wide)
         else:
-            normed(x, a, size, graph.numbers[0], x, at, wide)
+            normed(x, a, size, graph.numbers[0], graph.numbers[2], x, at, wide)
 
 
 @helper

@@ -264,16 +264,19 @@ def centred(values, at, size, into, to):
 
 
 @loose
-def normed(values, at, size, eps, into, to, wide):
-    """y = (x - mean) / s, and `wide` numbers on 1/s, which is 1 where the variance is 0."""
+def normed(values, at, size, eps, ulp, into, to, wide):
+    """y = (x - mean) / s, and `wide` numbers on 1/s, which is 1 where the deviation is no more than rounding of the
+    mean, size ulp |mean|."""
     out_of_line()
     centred(values, at, size, into, to)
     y, square = into[to : to + size], values[at] - values[at]
     for i in range(size):
         square += y[i] * y[i]
+    square /= number(square, size)
+    rounding = (values[at] - y[0]) * number(square, size) * ulp
     s = number(eps, 1)
-    if square != 0:
-        s /= math.sqrt(square / number(square, size) + eps)
+    if not square <= rounding * rounding:
+        s /= math.sqrt(square + eps)
     for i in range(size):
         y[i] *= s
     into[to + wide] = s
