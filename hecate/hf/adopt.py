@@ -27,6 +27,7 @@ from hecate.data import places_of
 from hecate.engine import EngineName, memory_scan
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import kernels
+from hecate.hf.cache import jumps
 from hecate.rule import Gates
 from hecate.tape import steady
 
@@ -237,7 +238,7 @@ def starts_of_documents(arguments: dict[str, Any], rows: int, count: int, device
         starts[ends.to(device).long()] = True
         starts = starts[:-1].reshape(rows, count)
     elif arguments.get("past_key_values") is None and position is not None and position.dim() == 2 and count > 1:
-        starts = torch.diff(position, prepend=position[:, :1] - 1).ne(1).expand(rows, -1).to(device)
+        starts = jumps(position).expand(rows, -1).to(device)
     else:
         return None
     return starts if torch.compiler.is_compiling() or bool(starts[:, 1:].any()) else None

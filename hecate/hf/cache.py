@@ -289,6 +289,11 @@ def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) ->
     return None if bool(here.all()) else here.contiguous()
 
 
+def jumps(positions: Tensor) -> Tensor:
+    """Mask `[B, T]` of tokens that do not follow the one before, by which transformers tells documents apart."""
+    return torch.diff(positions, prepend=positions[:, :1] - 1).ne(1)
+
+
 def document_starts(
     positions: Tensor | None, borders: Tensor | None, written: Tensor | None, shape: torch.Size, past: StateLayer | None
 ) -> Tensor | None:
@@ -314,12 +319,9 @@ def document_starts(
     elif positions is None:
         return None
     else:
-        here = torch.ones(shape, dtype=torch.bool, device=positions.device) if written is None else written
-        before = here.cumsum(1) > here.long()
         starts = positions == 0
         if written is None:
-            starts = starts | (torch.diff(positions, prepend=positions[:, :1] - 1) != 1)
-        starts = starts & here & (before | continued)
-    if torch.compiler.is_compiling():
-        return starts
-    return starts if bool(starts.any()) else None
+            written, starts = torch.ones(shape, dtype=torch.bool, device=starts.device), starts | jumps(positions)
+        before = written.cumsum(1) > written.long()
+        starts = starts & written & (before | continued)
+    return starts if torch.compiler.is_compiling() or bool(starts.any()) else None

@@ -727,7 +727,7 @@ FAULTS = [
         "hf",
         "tests/hf/test_model.py tests/hf/test_generate.py",
         ("cache", "here = mask[:, mask.shape[1] - length :]", "here = mask[:, :length]"),
-        ("cache", "before = here.cumsum(1) > here.long()", "before = here"),
+        ("cache", "before = written.cumsum(1) > written.long()", "before = written"),
         ("cache", "(before | continued)", "before"),
         ("cache", "t.repeat_interleave(repeats, 0)", "t.repeat(repeats, *[1] * (t.dim() - 1))"),
         ("cache", "lambda t: t.index_select(0, beam_idx.to(t.device))", "lambda t: t"),
