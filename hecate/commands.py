@@ -130,7 +130,7 @@ def formula(
 
     Args:
         kind: A kind, or a mapping as in YAML.
-        family: bias, retention, algorithm or phi.
+        family: bias, retention, link, algorithm, activation or phi.
 
     Examples: hecate formula '{kind: lp, p: 1.5}', hecate formula kl --family retention
     """

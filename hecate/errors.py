@@ -218,6 +218,7 @@ MEANT: Mapping[str, tuple[str, ...]] = {
     # sizes
     **dict.fromkeys(("n_heads", "num_heads", "n_head", "nhead", "num_attention_heads"), ("heads", "num_heads")),
     **dict.fromkeys(("dim", "embed_dim", "hidden_size", "hidden_dim", "n_embd", "d_embed"), _WIDTH),
+    **dict.fromkeys(("save_every", "save_steps", "save_interval"), ("checkpoint_every",)),
     **dict.fromkeys(("n_layers", "num_layers", "n_layer", "depth", "num_hidden_layers"), ("layers", "num_layers")),
     **dict.fromkeys(("head_dim", "dim_head", "d_head", "key_dim", "head_k_dim"), ("d_head", "d_key")),
     **dict.fromkeys(("value_dim", "head_v_dim"), ("d_value",)),

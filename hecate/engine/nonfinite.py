@@ -24,7 +24,7 @@ from hecate.rule import MemoryConfig, MemoryState
 from hecate.structure import Memory
 from hecate.tape import Tensors, can_inspect, execute, is_traced, waits
 
-CURE = "Set key_norm='l2' or step='normalized', lower lr, or choose on_nonfinite='skip'"
+CURE = "Lower lr, set key_norm='l2' or step='normalized' where neither is set, or choose on_nonfinite='skip'"
 
 
 def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:

@@ -7,6 +7,7 @@ from hecate.formula.knobs import (
     RetentionFormula,
     Weights,
     activation_nodes,
+    activation_text,
     algorithm_formula,
     algorithm_texts,
     bias_formula,
@@ -21,6 +22,6 @@ from hecate.formula.printer import Text
 
 __all__ = [
     "MIXES", "AlgorithmFormula", "Formula", "RetentionFormula", "Text", "Unprintable", "Weights", "activation_nodes",
-    "algorithm_formula", "algorithm_texts", "bias_formula", "formula_of", "map_formula", "printable",
-    "retention_formula", "retention_texts",
+    "activation_text", "algorithm_formula", "algorithm_texts", "bias_formula", "formula_of", "map_formula",
+    "printable", "retention_formula", "retention_texts",
 ]  # fmt: skip

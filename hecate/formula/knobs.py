@@ -71,6 +71,11 @@ def activation_nodes(activation: Activation) -> tuple[Node, Node, Node] | str:
     return cached_formula(activation, _of_activation)
 
 
+def activation_text(activation: Activation) -> Text:
+    """The text of an activation with its two derivatives; raises Unprintable if there is none."""
+    return printed("act", "x", printable(activation_nodes(activation)))
+
+
 def printable(formula: T | str) -> T:
     """The formula; raises Unprintable if it is a reason why there is none."""
     if isinstance(formula, str):

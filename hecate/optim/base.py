@@ -380,7 +380,11 @@ class MatrixOptimizer(Optimizer):
             self.state[p] = state
 
     def agree(self, group: Group, other: Group) -> None:
-        """Refuses a checkpoint whose options give the state another meaning."""
+        """Refuses a checkpoint of another optimiser, or whose options give the state another meaning."""
+        if foreign := sorted(self.every & other.keys() - group.keys()):
+            raise ConfigError(
+                f"the checkpoint has {', '.join(foreign)}, which {type(self).__name__} lacks: it is another optimiser's"
+            )
         for key in self.structural:
             if key in other and other[key] != group[key]:
                 raise ConfigError(

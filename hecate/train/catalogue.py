@@ -71,6 +71,14 @@ _PRINTED: dict[type, Callable[[Any], Any]] = {
     retention.Retention: formula.retention_formula,
     phi.FeatureMap: formula.map_formula,
 }
+_TEXTS: dict[str, Callable[[Any], list[formula.Text]]] = {
+    "bias": lambda variant: [*formula.bias_formula(variant)[2:4]],
+    "retention": formula.retention_texts,
+    "link": lambda variant: formula.retention_texts(retention.Bregman(link=variant))[2:],
+    "algorithm": formula.algorithm_texts,
+    "activation": lambda variant: [formula.activation_text(variant)],
+    "phi": lambda variant: [formula.printable(formula.map_formula(variant))],
+}
 _FAST = (algorithm.Algorithm, structure.Structure)  # families whose variants engines accept by their declared traits
 _TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
@@ -105,29 +113,21 @@ def variant_rows(root: type[Variant]) -> Table:
 
 
 def formula_text(text: str, family: str = "bias") -> str:
-    """The functions that kernels are printed from, for a bias, a retention, an algorithm or a componentwise phi, given
-    as a kind or a mapping; each with its constants c. [ENG-FORMULA-D3]
+    """The functions that kernels are printed from, for a variant of one of the families in `_TEXTS`, given as a kind or
+    a mapping; each with its constants c. [ENG-FORMULA-D3]
 
     Raises Unprintable, with the reason, if there are none."""
-    families = ("bias", "retention", "algorithm", "phi")
-    if family not in families:
-        raise ConfigError(f"formulas are printed of a bias, a retention, an algorithm or a phi, not of {family!r}")
+    if family not in _TEXTS:
+        raise ConfigError(f"no formulas of family {family!r}{not_known(family, _TEXTS)}")
     value, _ = parse_value(text, f"the {family}")
     kind = value.get("kind") if isinstance(value, dict) else value
-    others = [name for name in families if isinstance(kind, str) and kind in VARIANTS[name].variants()]
+    others = [name for name in _TEXTS if isinstance(kind, str) and kind in VARIANTS[name].variants()]
     if others and family not in others:
-        other = f"an {others[0]}" if others[0] == "algorithm" else f"a {others[0]}"
-        raise ConfigError(f"{kind!r} is no {family} but {other}: give --family {others[0]}")
-    variant: Any = VARIANTS[family].model_validate(value)
-    if family == "bias":
-        functions = formula.bias_formula(variant)
-        texts = [functions.psi, functions.pull]
-    elif family == "retention":
-        texts = formula.retention_texts(variant)
-    elif family == "algorithm":
-        texts = formula.algorithm_texts(variant)
-    else:
-        texts = [formula.printable(formula.map_formula(variant))]
+        a, b = (f"{'an' if name[0] == 'a' else 'a'} {name}" for name in (family, others[0]))
+        raise ConfigError(f"{kind!r} is not {a} but {b}: give --family {' or '.join(others)}")
+    texts = _TEXTS[family](VARIANTS[family].model_validate(value))
+    if not texts:
+        raise formula.Unprintable(f"{family} {kind!r} changes nothing, and kernels leave it out")
     return "\n".join(f"{function.source}# c = {function.numbers}\n" for function in texts)
 
 

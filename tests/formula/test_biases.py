@@ -192,8 +192,12 @@ def test_the_command_line_prints_texts_and_says_who_has_one(monkeypatch):
     assert "c = (1e-12, 1e-06, 0.5)" in formula_text("{kind: lp, p: 1.5}")
     with pytest.raises(ConfigError, match="Did you mean 'huber'"):
         formula_text("hubr")
-    for kind, other in (("tanh", "a phi: give --family phi"), ("ftrl", "an algorithm: give --family algorithm")):
-        with pytest.raises(ConfigError, match=f"'{kind}' is no bias but {other}"):
+    assert "def act(x, c)" in formula_text("gelu", "activation") and "def link_back" in formula_text("lq", "link")
+    with pytest.raises(Unprintable, match="'identity' changes nothing"):
+        formula_text("identity", "link")
+    others = {"relu": "an activation: give --family activation or phi", "ftrl": "an algorithm: give --family algorithm"}
+    for kind, other in others.items():
+        with pytest.raises(ConfigError, match=f"'{kind}' is not a bias but {other}"):
             formula_text(kind)
     for given in ("[1]", "{kind: [1]}"):
         with pytest.raises(ConfigError, match=r"bias kind.* \[1\]"):

@@ -133,5 +133,5 @@ def test_what_has_no_text_says_why() -> None:
     kernels = {row[0]: row[header.index("kernel")] for row in rows}
     assert kernels["tanh"] == "printed, in optimisers" and kernels["compose"] == "depends on its settings"
     assert kernels["dpfp"] == "torch: it makes features of rows, not of single numbers"
-    with pytest.raises(ConfigError, match="a bias, a retention, an algorithm or a phi, not of 'gating'"):
+    with pytest.raises(ConfigError, match="no formulas of family 'gating'. Known: bias, retention"):
         formula_text("none", "gating")

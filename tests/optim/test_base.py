@@ -143,6 +143,9 @@ def test_load_errors_name_the_parameter_and_both_shapes():
     del saved["state"][2]
     with pytest.raises(ConfigError, match=r"state of parameter '2\.weight' holds \[\]"):
         optimizer_of("identity", model()).load_state_dict(saved)
+    other = DeltaMomentum(model().parameters(), 0.1)  # of the same state: a momentum for each parameter
+    with pytest.raises(ConfigError, match="center, dampening, .* which DeltaMomentum lacks: it is another optimiser's"):
+        other.load_state_dict(optimizer_of("identity", model()).state_dict())
 
 
 @pytest.mark.spec("OPT-PHI-I3")

@@ -61,6 +61,7 @@ CASES = [  # YAML text, --set texts, exact message or its start when it has "...
     ("extends: gone.yaml", [], "extends: cannot read config ..."),
     ("extends: [mqar]", [], "extends: must be a preset or a file name, got ['mqar']  [x.yaml:1]"),
     ("", ["optim.lr"], "--set needs path=value, such as optim.lr=1e-3, got 'optim.lr'"),
+    ("", ["save_every=1"], "save_every: no such setting. Did you mean 'checkpoint_every'?  [--set save_every=1]"),
     ("", ["learning_rate=1"], "learning_rate: no such setting. Did you mean 'lr'?  [--set learning_rate=1]"),
     ("", ["optim.learn=1"],
      "optim.learn: unknown field of OptimConfig. Known fields: lr, optimizer, weight_decay, warmup, schedule, final, "
