@@ -100,6 +100,7 @@ CASES = {
     "elastic_net": Case({"retention": "elastic_net", "algorithm": "momentum"}, dtype=torch.float32, spilt=LOOP),
     "sphere": Case({"bias": "huber", "retention": "sphere"}, spilt=LOOP),
     "lp_lq": Case({"bias": {"kind": "lp", "p": 3.0}, "retention": {"kind": "lq", "eps": 1e-3}}, spilt=(0, 40)),
+    "ftrl": Case({**DECAY, "algorithm": {"kind": "ftrl", "l1": 0.02}}, spilt=LOOP),
     "kl_kl": Case({"bias": "kl", "retention": "kl", "algorithm": {"kind": "momentum", "nesterov": True}}, spilt=LOOP),
     "every_gate": Case(
         {
@@ -167,9 +168,9 @@ def call(case: Case, length: int, heads: int) -> None:
 
     q, k, v = (drawn(*lead, width) for _ in range(3))
     one = [drawn(*lead) for _ in range(2)]
-    decays, moves = config.retention.uses_retain, bool(config.algorithm.slots)
+    decays = config.retention.uses_retain
     retain = drawn(*lead, width) if case.channels else one[1]
-    more: dict[str, Any] = {"momentum": drawn(*lead)} if moves else {}
+    more: dict[str, Any] = {"momentum": drawn(*lead)} if config.algorithm.uses_momentum else {}
     if "values" in case.given:
         more["retain_value"] = drawn(*lead, width)
     if "keys" in case.given:

@@ -64,11 +64,30 @@ class Whole(Algorithm):
         return (-over(lr, grad) * grad / grad.square().sum((-2, -1), keepdim=True).add(1e-6).sqrt(),)
 
 
+class Gated(Smooth):
+    """gated: the step of smooth, times the momentum gate."""
+
+    kind: Literal["algorithm_test_gated"] = "algorithm_test_gated"  # type: ignore[assignment]
+    uses_momentum: ClassVar[bool] = True
+
+    def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
+        return (over(momentum, grad) * super().direction(grad, lr, momentum)[0],)
+
+
 for each in [kind for kind in Algorithm._registry if kind.startswith("algorithm_test_")]:
     del Algorithm._registry[each]  # passed as values: tests of all known kinds need not know them
 
 NESTEROV = Momentum(nesterov=True)
-EVERY = [Adaptive(), Adaptive(decay=0.5, eps=0.1), FTRL(l1=0.1), FTRL(l1=0.0, l2=0.5), NESTEROV, Smooth(), Lion()]
+EVERY = [
+    Adaptive(),
+    Adaptive(decay=0.5, eps=0.1),
+    FTRL(l1=0.1),
+    FTRL(l1=0.0, l2=0.5),
+    NESTEROV,
+    Smooth(),
+    Gated(),
+    Lion(),
+]
 
 
 @pytest.mark.spec("ENG-FORMULA-D5")
@@ -155,8 +174,23 @@ def test_numbers_share_a_kernel_and_another_formula_has_its_own() -> None:
     ids=str,
 )
 def test_what_has_no_kernel_is_refused_in_a_sentence(algorithm: object, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"as configured has no kernel: {reason}"):
-        choose(Plan.sketch(config_of(algorithm=algorithm)), "compiled")
+    for engine in ("compiled", "triton"):
+        with pytest.raises(ConfigError, match=f"as configured has no kernel: {reason}"):
+            choose(Plan.sketch(config_of(algorithm=algorithm)), engine)
+
+
+@pytest.mark.spec("ENG-TRITON-D5")
+@pytest.mark.parametrize(
+    ("algorithm", "reason"),
+    [
+        ("adaptive", "'adaptive' has several slots, and kernels hold one beside the memory"),
+        (Gated(), "'algorithm_test_gated' has a momentum without a slot, which has no kernel"),
+    ],
+    ids=str,
+)
+def test_a_loop_on_a_card_holds_one_slot(algorithm: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        choose(Plan.sketch(config_of(algorithm=algorithm)), "triton")
 
 
 @pytest.mark.spec("ENG-NUM-D8")

@@ -33,6 +33,7 @@ MADE = [
     ({"feature_map": "tanh", "key_norm": "l2", "retention": "decay"}, "keys values"),
     ({"step": "normalized", "retention": "decay"}, "half"),
     ({"key_norm": "l2", "algorithm": {"kind": "momentum", "dampening": True}}, "half"),
+    ({"key_norm": "l2", "retention": "kl", "algorithm": {"kind": "ftrl", "l1": 0.02}}, ""),
 ]  # fmt: skip
 
 

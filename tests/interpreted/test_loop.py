@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
+from hecate.algorithm import Algorithm
 from hecate.engine.triton import table
+from hecate.tape.ops import over
+from tests.formula.test_algorithms import Smooth
 
 BOUND = 2e-6  # float32's rounding over some dozen tokens, relative to a tensor's norm
 LQ = {"kind": "lq", "q": 4.0, "eps": 1e-3}
@@ -25,7 +29,23 @@ BIASES = [
     {"kind": "yaad", "delta": 0.7, "eps": 0.1}, {"kind": "robust", "eps": 0.1},
 ]  # fmt: skip
 NESTEROV, PAPER = {"kind": "momentum", "nesterov": True}, {"kind": "delta_momentum", "form": "paper"}
-ALGORITHMS = ["gd", "momentum", NESTEROV, "delta_momentum", PAPER]
+PRINTED = {"kind": "ftrl", "l1": 0.02, "l2": 0.1}
+ALGORITHMS = ["gd", "momentum", NESTEROV, "delta_momentum", PAPER, PRINTED]
+
+
+class Settled(Algorithm):
+    """settled: D = -lr tanh(S') with S' = momentum S + G."""
+
+    kind: Literal["loop_test_settled"] = "loop_test_settled"
+    slots: ClassVar[tuple[str, ...]] = ("sum",)
+    uses_momentum: ClassVar[bool] = True
+
+    def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
+        total = over(momentum, grad) * slots[0] + grad
+        return -over(lr, grad) * total.tanh(), total
+
+
+del Algorithm._registry["loop_test_settled"]  # passed as a value: tests of all known kinds need not know it
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +176,13 @@ def test_errors_of_exactly_zero(bias: dict[str, Any]) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS[2:], ids=named)
 def test_every_algorithm(algorithm: Any) -> None:
     trial({"bias": "l2", "retention": "decay", "algorithm": algorithm}, extra="masks pieces")
+
+
+@pytest.mark.spec("ENG-TRITON-D5")
+@pytest.mark.parametrize(("retention", "extra"), [("decay", "masks pieces"), ("kl", "channels general")])
+@pytest.mark.parametrize("algorithm", [Smooth(), Settled()], ids=lambda algorithm: algorithm.kind)
+def test_algorithms_of_a_users_own(algorithm: Algorithm, retention: str, extra: str) -> None:
+    trial({"bias": "huber", "retention": retention, "algorithm": algorithm}, extra=extra, widths=(7, 5), heads=2)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hecate import MemoryConfig, memory_scan
+from hecate.algorithm import FTRL, Algorithm
 from hecate.bias import Bias, Dot, Huber
 from hecate.engine.triton import kernel, tiles
 from hecate.engine.triton.loops import formulas
 from hecate.errors import ConfigError
 from hecate.formula import Unprintable
+from hecate.retention import ElasticNet, Retention
 from tests.engine.own_biases import Least, LossAlone, Mean, Pinball, Sorted, Together
 from tests.interpreted.test_block import trial
 from tests.interpreted.test_loop import trial as by_loop
@@ -180,6 +182,28 @@ def test_a_verdict_is_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, own), (same, other), *rest = asked
     assert one == same and own != other and all(one != facts for facts, _ in rest)
     assert 0.3 in own["rule"]["numbers"] and "0.3" not in str(one)
+
+
+@pytest.mark.spec("ENG-TRITON-I3")
+def test_a_class_redefined_under_its_name_has_a_verdict_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(Algorithm._registry, "ftrl")
+    monkeypatch.delitem(Retention._registry, "elastic_net")
+
+    class Halved(FTRL):
+        def direction(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            direction, *slots = super().direction(*given)
+            return direction / 2, *slots
+
+    class Kept(ElasticNet):
+        def step(self, memory: torch.Tensor, direction: torch.Tensor, retain: torch.Tensor) -> torch.Tensor:
+            return super().step(memory, direction / 2, retain)
+
+    asked: list[Any] = []
+    monkeypatch.setattr(kernel, "judged", lambda facts, judge, own: asked.append(facts))
+    for field, knobs in {"algorithm": (FTRL(), Halved()), "retention": (ElasticNet(), Kept())}.items():
+        for knob in knobs:
+            kernel.verdict(MemoryConfig(**{field: knob}), (), torch.float32, "cpu", (4, 4))
+    assert asked[0] != asked[1] and asked[2] != asked[3]
 
 
 @pytest.mark.spec("ENG-TRITON-D9")

@@ -49,6 +49,7 @@ from hecate.engine.triton.kernel import (
 from hecate.engine.triton.short import Short, is_short
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
+from hecate.formula import AlgorithmFormula
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -112,14 +113,18 @@ class Triton(TokenEngine):
             return f"structure {rule.structure.kind!r} has no kernel"
         if config.forms.unprinted is not None:
             return config.forms.unprinted
-        algorithm, retention = config.forms.tokens[0], config.forms.retention
+        algorithm, descent, retention = config.forms.tokens[0], config.forms.descent, config.forms.retention
         if isinstance(retention, str):
             return f"retention {rule.retention.kind!r} as configured has no kernel: {retention}"
         if retention.single.gate is None:
             return f"retention {rule.retention.kind!r} has no kernel: the cotangent of retain is no sum over cells"
-        if algorithm is None:
-            return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
-        if algorithm.ridge is not None:
+        if algorithm is None and not isinstance(descent, AlgorithmFormula):
+            return f"algorithm {rule.algorithm.kind!r} as configured has no kernel: {descent}"
+        if len(rule.algorithm.slots) > 1:
+            return f"algorithm {rule.algorithm.kind!r} has several slots, and kernels hold one beside the memory"
+        if rule.algorithm.uses_momentum and not rule.algorithm.slots:
+            return f"algorithm {rule.algorithm.kind!r} has a momentum without a slot, which has no kernel"
+        if algorithm is not None and algorithm.ridge is not None:
             return f"algorithm {rule.algorithm.kind!r} carries a matrix of keys, which has no kernel"
         if config.dtype == torch.float64:
             return "its kernels keep a float32 state, not state_dtype='float64'"

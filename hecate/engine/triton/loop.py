@@ -31,7 +31,7 @@ def retain_at(retain, value, at, op, ov, P: tl.constexpr, V: tl.constexpr, RETAI
 
 @triton.jit
 def token_at(
-    k, kw, v, lr, momentum, at, op, ov, P: tl.constexpr, V: tl.constexpr, ALGORITHM: tl.constexpr, APART: tl.constexpr
+    k, kw, v, lr, momentum, at, op, ov, P: tl.constexpr, V: tl.constexpr, SLOT: tl.constexpr, APART: tl.constexpr
 ):
     """A token's key and written key `[P, 1]`, value `[1, V]`, lr and momentum gate."""
     kt = tl.load(k + at * P + op, mask=op < P, other=0.0).to(tl.float32)[:, None]
@@ -40,18 +40,18 @@ def token_at(
         wt = tl.load(kw + at * P + op, mask=op < P, other=0.0).to(tl.float32)[:, None]
     vt = tl.load(v + at * V + ov, mask=ov < V, other=0.0).to(tl.float32)[None, :]
     l, m = tl.load(lr + at).to(tl.float32), 0.0
-    if ALGORITHM != "gd":
+    if SLOT:
         m = tl.load(momentum + at).to(tl.float32)
     return kt, wt, vt, l, m
 
 
 @triton.jit
 def written(
-    A, S, W, kt, wt, vt, l, m, r, cu, e, cs, cl, in_p, in_v, whole, P: tl.constexpr, V: tl.constexpr,
+    A, S, W, kt, wt, vt, l, m, r, cu, ca, cs, cl, in_p, in_v, whole, P: tl.constexpr, V: tl.constexpr,
     PSI: tl.constexpr, MOVES: tl.constexpr, STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr,
-    ALGORITHM: tl.constexpr, DECAYED: tl.constexpr,
+    ALGORITHM: tl.constexpr, DESCEND: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """The state after a token's write and its momentum; and of the write the weights that predict, prediction, u and
+    """The state after a token's write and its slot; and of the write the weights that predict, prediction, u and
     direction."""
     pred = vt
     if MOVES:
@@ -60,23 +60,23 @@ def written(
             W = weights(ahead, cl, whole, in_p, in_v, P, V, LINK, DUAL)
         pred = tl.sum(kt * W, 0)[None, :]
     u = tl.where(in_v, PSI(in_v, V, pred, vt, cu), 0.0)
-    D, S = direction(S, u, wt, l, m, e, ALGORITHM)
+    D, S = direction(S, u, wt, l, m, ca, whole, in_p, in_v, P, V, DESCEND, ALGORITHM)
     return moved(A, D, r, cs, whole, in_p, in_v, P, V, STEP), S, W, pred, u, D
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward(
     q, k, kw, v, lr, retain, momentum, write, reset, value, docs, M0, S0, Z0, y, kept, kept_S, M1, S1, T, H, SEG,
-    cu, e, cs, cl,
+    cu, ca, cs, cl,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PSI: tl.constexpr, MOVES: tl.constexpr,
-    STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr, ALGORITHM: tl.constexpr,
+    STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr, ALGORITHM: tl.constexpr, DESCEND: tl.constexpr,
+    SLOT: tl.constexpr,
     RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, KEEPS: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last states and,
     if it KEEPS them, those at every SEG-th token."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    SLOT: tl.constexpr = ALGORITHM != "gd"
     op, ov = tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
     # The state lies [V, P]; here it is turned, [P, V], so that products with a key are sums down a tile.
@@ -104,10 +104,10 @@ def forward(
             w = tl.load(write + at) != 0
         if w:
             rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
-            kt, wt, vt, l, m = token_at(k, kw, v, lr, momentum, at, op, ov, P, V, ALGORITHM, APART)
+            kt, wt, vt, l, m = token_at(k, kw, v, lr, momentum, at, op, ov, P, V, SLOT, APART)
             A, S, _, _, _, _ = written(
-                A, S, W, kt, wt, vt, l, m, rp * rv, cu, e, cs, cl, in_p, in_v, whole, P, V,
-                PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, DECAYED)  # fmt: skip
+                A, S, W, kt, wt, vt, l, m, rp * rv, cu, ca, cs, cl, in_p, in_v, whole, P, V,
+                PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, DESCEND, DECAYED)  # fmt: skip
             W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
             if not EARLY_READ:
                 out = tl.sum(qt * W, 0)
@@ -127,10 +127,11 @@ def one_token(
     q, k, v, lr, retain, momentum, erase, write, value, M, S0, y,
     q_b, q_h, q_d, k_b, k_h, k_d, v_b, v_h, v_d, lr_b, lr_h, lr_d, retain_b, retain_h, retain_d,
     momentum_b, momentum_h, momentum_d, erase_b, erase_h, erase_d, write_b, write_h, write_d, value_b, value_h, value_d,
-    cu, e, cs, cl,
+    cu, ca, cs, cl,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PHI: tl.constexpr, KEYS: tl.constexpr,
     PSI: tl.constexpr, MOVES: tl.constexpr, STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr,
-    ALGORITHM: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr, DECAYED: tl.constexpr,
+    ALGORITHM: tl.constexpr, DESCEND: tl.constexpr, SLOT: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr,
+    DECAYED: tl.constexpr,
     EARLY_READ: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory and tile of values: y of one token, and the state where it was. Queries and keys are
@@ -143,12 +144,12 @@ def one_token(
     cell, whole = n * V * P + op[:, None] + ov[None, :] * P, in_p & in_v
     A = tl.load(M + cell, mask=whole, other=0.0)
     S = A * 0.0
-    if ALGORITHM != "gd":
+    if SLOT:
         S = tl.load(S0 + cell, mask=whole, other=0.0)
     qt = tl.load(q + b * q_b + h * q_h + op * q_d, mask=op < P, other=0.0).to(tl.float32)
     vt = tl.load(v + b * v_b + h * v_h + ov * v_d, mask=ov < V, other=0.0).to(tl.float32)[None, :]
     l, m, rp, rv = tl.load(lr + b * lr_b + h * lr_h).to(tl.float32), 0.0, 1.0, 1.0
-    if ALGORITHM != "gd":
+    if SLOT:
         m = tl.load(momentum + b * momentum_b + h * momentum_h).to(tl.float32)
     if RETAIN == "one":
         rp = tl.load(retain + b * retain_b + h * retain_h).to(tl.float32)
@@ -172,10 +173,10 @@ def one_token(
     W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
     out = tl.sum(qt * W, 0)
     A, S, _, _, _, _ = written(
-        A, S, W, kt, wt, vt, l, m, rp * rv, cu, e, cs, cl, in_p, in_v, whole, P, V, PSI, MOVES, STEP, LINK, DUAL,
-        ALGORITHM, DECAYED)  # fmt: skip
+        A, S, W, kt, wt, vt, l, m, rp * rv, cu, ca, cs, cl, in_p, in_v, whole, P, V, PSI, MOVES, STEP, LINK, DUAL,
+        ALGORITHM, DESCEND, DECAYED)  # fmt: skip
     tl.store(M + cell, A, mask=whole)
-    if ALGORITHM != "gd":
+    if SLOT:
         tl.store(S0 + cell, S, mask=whole)
     if not EARLY_READ:
         out = tl.sum(qt * weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL), 0)
@@ -185,16 +186,17 @@ def one_token(
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward(
     q, k, kw, v, lr, retain, momentum, write, reset, value, docs, Z0, kept, kept_S, gy, G1, Y1, states, states_S,
-    gq, gk, gw, gv, glr, gr, gm, gvalue, G0, Y0, GZ, T, H, SEG, cu, cg, e, cs, cs_back, cl, cl_back,
+    gq, gk, gw, gv, glr, gr, gm, gvalue, G0, Y0, GZ, T, H, SEG, cu, cg, ca, ca_back, cs, cs_back, cl,
+    cl_back,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
     MOVES: tl.constexpr, STEP: tl.constexpr, STEP_BACK: tl.constexpr, LINK: tl.constexpr, LINK_BACK: tl.constexpr,
-    DUAL: tl.constexpr, ALGORITHM: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr,
+    DUAL: tl.constexpr, ALGORITHM: tl.constexpr, DESCEND: tl.constexpr, DESCEND_BACK: tl.constexpr,
+    SLOT: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr,
     RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document, from its last token to its first. What masked tokens leave
     alone is zero before, and so is GZ."""
     n = tl.program_id(0).to(tl.int64)
-    SLOT: tl.constexpr = ALGORITHM != "gd"
     op, ov = tl.arange(0, BP), tl.arange(0, BV)
     in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
     cell, whole = op[:, None] + ov[None, :] * P, in_p & in_v
@@ -226,10 +228,10 @@ def backward(
             if writes_at(write, at, i + 1 < count, MASK):
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
-                kt, wt, vt, l, m = token_at(k, kw, v, lr, momentum, at, op, ov, P, V, ALGORITHM, APART)
+                kt, wt, vt, l, m = token_at(k, kw, v, lr, momentum, at, op, ov, P, V, SLOT, APART)
                 A, S, _, _, _, _ = written(
-                    A, S, W, kt, wt, vt, l, m, rp * rv, cu, e, cs, cl, in_p, in_v, whole, P, V,
-                    PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, DECAYED)  # fmt: skip
+                    A, S, W, kt, wt, vt, l, m, rp * rv, cu, ca, cs, cl, in_p, in_v, whole, P, V,
+                    PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, DESCEND, DECAYED)  # fmt: skip
         tl.debug_barrier()
         for later in range(0, count):
             i = count - 1 - later
@@ -248,10 +250,10 @@ def backward(
             if w:
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 r = rp * rv
-                kt, wt, vt, l, m = token_at(k, kw, v, lr, momentum, at, op, ov, P, V, ALGORITHM, APART)
+                kt, wt, vt, l, m = token_at(k, kw, v, lr, momentum, at, op, ov, P, V, SLOT, APART)
                 new, _, seen, pred, u, D = written(
-                    A, S, W, kt, wt, vt, l, m, r, cu, e, cs, cl, in_p, in_v, whole, P, V, PSI, MOVES, STEP, LINK,
-                    DUAL, ALGORITHM, DECAYED)  # fmt: skip
+                    A, S, W, kt, wt, vt, l, m, r, cu, ca, cs, cl, in_p, in_v, whole, P, V, PSI, MOVES, STEP, LINK,
+                    DUAL, ALGORITHM, DESCEND, DECAYED)  # fmt: skip
                 if not EARLY_READ:
                     read = tl.sum(weights(new, cl, whole, in_p, in_v, P, V, LINK, DUAL) * g, 1)
                     GW += qt * g
@@ -259,7 +261,8 @@ def backward(
                     GW = weights_vjp(new, cl_back, whole, in_p, in_v, GW, P, V, LINK_BACK)
                 # From here on in the reverse order of `written`: step, direction, u, prediction.
                 G, X, R = moved_vjp(A, D, r, cs_back, whole, in_p, in_v, G + GW, P, V, STEP_BACK)
-                Y, gu, gwt, gl, gmt = direction_vjp(S, u, wt, l, m, e, X, Y, ALGORITHM)
+                Y, gu, gwt, gl, gmt = direction_vjp(
+                    S, u, wt, l, m, ca_back, X, Y, whole, in_p, in_v, P, V, DESCEND_BACK, ALGORITHM)  # fmt: skip
                 gp, gvt = PULL((ov < V)[None, :], V, pred, vt, gu, cg)
                 GW = G * 0.0
                 gkt = gwt * 0.0

@@ -12,7 +12,8 @@ from torch import Tensor
 from hecate.engine.triton.launch import SAME, Given, phi_of
 from hecate.engine.triton.loop import backward, forward, one_token
 from hecate.engine.triton.table import SEGMENT, Documents
-from hecate.engine.triton.tiles import Steps, Tiles, steps_of, tiles_of
+from hecate.engine.triton.tiles import Steps, Tiles, descent_of, steps_of, tiles_of
+from hecate.formula import AlgorithmFormula
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
@@ -22,31 +23,38 @@ ONE_TILE = 32
 
 
 class Formulas(NamedTuple):
-    """A config as the kernels take it: its bias and retention, the constants that make a kernel, the strength of an
-    erasing momentum, and whether values know nothing of each other."""
+    """A config as the kernels take it: its bias and retention, the constants that make a kernel, the pullback of a
+    printed algorithm, numbers of the algorithm and of its pullback, and whether values know nothing of each other."""
 
     bias: Tiles
     steps: Steps
     flags: dict[str, Any]
-    erase: float
+    descend_back: Any
+    numbers: tuple[tuple[float, ...], tuple[float, ...]]
     apart: bool
 
 
 def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
     """Of a config that the engine does not refuse; `single` says that retain is one number."""
     bias, steps = tiles_of(config.bias), steps_of(config.retention, single=single)
-    algorithm, _ = config.forms.tokens
-    if algorithm is None:
+    form, descent = config.forms.tokens[0], config.forms.descent
+    descend, descend_back, numbers = None, None, ((0.0,), (0.0,))
+    if form is not None:
+        how = "nesterov" if form.nesterov else "momentum" if form.momentum else "gd"
+        if form.erase is not None:
+            how, numbers = "stable" if form.bounded else "erase", ((form.erase,), (form.erase,))
+    elif isinstance(descent, AlgorithmFormula):
+        how = "printed"
+        descend, descend_back, numbers = descent_of(descent)
+    else:
         raise TypeError("the engine was chosen without its refusal being asked")
-    how = "nesterov" if algorithm.nesterov else "momentum" if algorithm.momentum else "gd"
-    if algorithm.erase is not None:
-        how = "stable" if algorithm.bounded else "erase"
     flags = {
         "PSI": bias.psi, "MOVES": bias.moves, "STEP": steps.step, "LINK": steps.link, "DUAL": steps.link is not None,
-        "ALGORITHM": how, "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
+        "ALGORITHM": how, "DESCEND": descend, "SLOT": bool(config.algorithm.slots),
+        "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
     }  # fmt: skip
-    apart = bias.apart and steps.apart and algorithm.erase is None
-    return Formulas(bias, steps, flags, algorithm.erase or 0.0, apart)
+    apart = bias.apart and steps.apart and (form is None or form.erase is None)
+    return Formulas(bias, steps, flags, descend_back, numbers, apart)
 
 
 def warps(tile: int, width: int) -> int:
@@ -93,7 +101,8 @@ class Loop(Given):
         forward[(self.documents.programs * self.count, -(-self.height // tile))](
             *self.arguments, self.documents.docs, memory, memory if slot is None else slot,
             self.restart, y, states, slots, last, last_slot, self.length,
-            self.heads, SEGMENT, self.formulas.bias.cu, self.formulas.erase, steps.numbers[0], steps.numbers[2],
+            self.heads, SEGMENT, self.formulas.bias.cu, self.formulas.numbers[0], steps.numbers[0],
+            steps.numbers[2],
             BV=tile, KEEPS=keeps, num_warps=warps(tile, self.flags["BP"]), **self.flags,
         )  # fmt: skip
         finals = (last,) if slot is None else (last, last_slot)
@@ -115,8 +124,9 @@ class Loop(Given):
         backward[(len(g0),)](
             *self.arguments, self.documents.docs, self.restart, kept, kept_S, gy, g1,
             y1, scratch, scratch_S, *to, g0, y0, gz, self.length, self.heads, SEGMENT, bias.cu, bias.cg,
-            self.formulas.erase, *steps.numbers, BV=tile, num_warps=warps(tile, self.flags["BP"]), PULL=bias.pull,
-            STEP_BACK=steps.step_back, LINK_BACK=steps.link_back, **self.flags,
+            *self.formulas.numbers, *steps.numbers, BV=tile, num_warps=warps(tile, self.flags["BP"]), PULL=bias.pull,
+            STEP_BACK=steps.step_back, LINK_BACK=steps.link_back, DESCEND_BACK=self.formulas.descend_back,
+            **self.flags,
         )  # fmt: skip
         g0, y0, gz = self.documents.met(g0, y0, gz)
         own = (g0,) if self.slot is None else (g0, y0)
@@ -140,7 +150,7 @@ class OneToken:
         places: list[int] = []
         for x in given:
             places += (0, 0, 0) if x is None else (*x.stride(), 0)[:3]
-        numbers = made.bias.cu, made.erase, made.steps.numbers[0], made.steps.numbers[2]
+        numbers = made.bias.cu, made.numbers[0], made.steps.numbers[0], made.steps.numbers[2]
         self.rest = (states[0], states[-1], y, *places, *numbers)
         own: dict[str, Any] = {
             "P": width, "V": height, "BP": rounded(width), "BV": tile,

@@ -37,13 +37,14 @@ def weights_vjp(A, c, whole, in_p, in_v, G, P: tl.constexpr, V: tl.constexpr, LI
     return tl.where(whole, LINK_BACK(whole, in_p, in_v, P, V, A, G, c), 0.0)
 
 
-# Directions, of a gradient u w^T: u `[1, V]`, w `[P, 1]`; e is the strength of an erasing momentum.
+# Directions, of a gradient u w^T: u `[1, V]`, w `[P, 1]`; ca are the algorithm's numbers, for an erasing momentum its
+# strength.
 
 
 @triton.jit
-def erased(u, w, e, ALGORITHM: tl.constexpr):
+def erased(u, w, ca, ALGORITHM: tl.constexpr):
     """c |u|^2 with c = e / (1 + e |u|^2 |w|^2), or c = 1, and its slopes by |u|^2 and |w|^2."""
-    n = tl.sum(u * u)
+    n, e = tl.sum(u * u), ca[0]
     if ALGORITHM == "erase":
         g, by_u, by_w = n, n * 0.0 + 1.0, n * 0.0
     else:
@@ -53,28 +54,44 @@ def erased(u, w, e, ALGORITHM: tl.constexpr):
 
 
 @triton.jit
-def direction(S, u, w, l, m, e, ALGORITHM: tl.constexpr):
-    """The direction, and the momentum that is carried on: S without one."""
-    D = w * (-l * u)
-    if ALGORITHM == "momentum":
-        S = m * S + D
-        D = S
-    elif ALGORITHM == "nesterov":
-        S = m * S + D
-        D = m * S + D
-    elif ALGORITHM != "gd":
-        g, _, _ = erased(u, w, e, ALGORITHM)
-        S = m * S + D - w * (g * tl.sum(S * w, 0)[None, :])
-        D = S
+def direction(
+    S, u, w, l, m, ca, whole, in_p, in_v, P: tl.constexpr, V: tl.constexpr, DESCEND: tl.constexpr,
+    ALGORITHM: tl.constexpr,
+):  # fmt: skip
+    """The direction, and the slot that is carried on: S without one."""
+    if ALGORITHM == "printed":
+        D, S = DESCEND(whole, in_p, in_v, P, V, w * u, l, m, S, ca)
+        D, S = tl.where(whole, D, 0.0), tl.where(whole, S, 0.0)
+    else:
+        D = w * (-l * u)
+        if ALGORITHM == "momentum":
+            S = m * S + D
+            D = S
+        elif ALGORITHM == "nesterov":
+            S = m * S + D
+            D = m * S + D
+        elif ALGORITHM != "gd":
+            g, _, _ = erased(u, w, ca, ALGORITHM)
+            S = m * S + D - w * (g * tl.sum(S * w, 0)[None, :])
+            D = S
     return D, S
 
 
 @triton.jit
-def direction_vjp(S, u, w, l, m, e, X, Y, ALGORITHM: tl.constexpr):
-    """Cotangents of S, u, w, l and m from those X of the direction and Y of the momentum."""
-    if ALGORITHM == "erase" or ALGORITHM == "stable":
+def direction_vjp(
+    S, u, w, l, m, ca, X, Y, whole, in_p, in_v, P: tl.constexpr, V: tl.constexpr, DESCEND_BACK: tl.constexpr,
+    ALGORITHM: tl.constexpr,
+):  # fmt: skip
+    """Cotangents of S, u, w, l and m from those X of the direction and Y of the slot."""
+    if ALGORITHM == "printed":
+        GG, gl, gm, Y = DESCEND_BACK(whole, in_p, in_v, P, V, w * u, l, m, S, X, Y, ca)
+        GG, Y = tl.where(whole, GG, 0.0), tl.where(whole, Y, 0.0)
+        gu, gw = tl.sum(GG * w, 0)[None, :], tl.sum(GG * u, 1)[:, None]
+        nothing = tl.zeros([1, 1], tl.float32)  # sums over cells are tiles of one number, or the number 0
+        gl, gm = tl.sum(gl + nothing), tl.sum(gm + nothing)
+    elif ALGORITHM == "erase" or ALGORITHM == "stable":
         X += Y
-        g, by_u, by_w = erased(u, w, e, ALGORITHM)
+        g, by_u, by_w = erased(u, w, ca, ALGORITHM)
         y, z = tl.sum(S * w, 0)[None, :], tl.sum(X * w, 0)[None, :]
         gg = -tl.sum(y * z)
         gu = 2.0 * gg * by_u * u - l * z

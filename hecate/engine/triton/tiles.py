@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from hecate.bias import Bias
-from hecate.formula import Formula, Unprintable, Weights, bias_formula, retention_formula
+from hecate.formula import AlgorithmFormula, Formula, Unprintable, Weights, bias_formula, retention_formula
 from hecate.formula.nodes import ALONG, DOWN, SUMS, Node
 from hecate.formula.printer import Text, printed
 from hecate.retention import Retention
@@ -132,9 +132,24 @@ def _steps(step: Weights, link: Weights | None) -> Steps:
     return Steps(there, back, linked, linked_back, numbers[:4], step.rowwise and (link is None or link.rowwise))
 
 
-def _of_weights(name: str, inputs: str, results: Sequence[Node]) -> Text:
+def _of_weights(name: str, inputs: Sequence[str], results: Sequence[Node]) -> Text:
     given = "whole", "in_p", "in_v", "N: tl.constexpr", "M: tl.constexpr", *inputs
     return printed(name, given, results, names=partial(_named, axis=0))
+
+
+@lru_cache(256)
+def descent_of(formula: AlgorithmFormula) -> tuple[Any, Any, tuple[tuple[float, ...], tuple[float, ...]]]:
+    """`descend(*, G, lr, m, S, c)`, an algorithm's direction and its slot after it, and `descend_back(*, G, lr, m, S,
+    g, h, c)`, the cotangents of G, lr, m and S from theirs, with `*` as in `Steps`; and the numbers of both. An
+    algorithm without a slot hands S and h on as they come."""
+    before, after = (formula.results[0].nodes.input(name, ALONG | DOWN) for name in ("s0", "h0"))
+    texts = [
+        _of_weights("descend", ("G", "lr", "m", "s0"), (*formula.results, before)[:2]),
+        _of_weights("descend_back", ("G", "lr", "m", "s0", "g", "h0"), (*formula.pulled, after)[:4]),
+    ]
+    functions = compiled("\n".join(text.source for text in texts), tuple(text.name for text in texts))
+    numbers = texts[0].numbers or (0.0,), texts[1].numbers or (0.0,)
+    return functions[0], functions[1], numbers
 
 
 def tiles_of(bias: Bias, *, turned: bool = False) -> Tiles:
