@@ -49,7 +49,6 @@ from hecate.engine.triton.kernel import (
 from hecate.engine.triton.short import Short, is_short
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
-from hecate.formula import AlgorithmFormula
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -118,7 +117,7 @@ class Triton(TokenEngine):
             return f"retention {rule.retention.kind!r} as configured has no kernel: {retention}"
         if retention.single.gate is None:
             return f"retention {rule.retention.kind!r} has no kernel: the cotangent of retain is no sum over cells"
-        if algorithm is None and not isinstance(descent, AlgorithmFormula):
+        if isinstance(descent, str):
             return f"algorithm {rule.algorithm.kind!r} as configured has no kernel: {descent}"
         if len(rule.algorithm.slots) > 1:
             return f"algorithm {rule.algorithm.kind!r} has several slots, and kernels hold one beside the memory"

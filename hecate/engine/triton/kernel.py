@@ -20,7 +20,7 @@ from hecate.engine.tokens import VECTORS, Carry
 from hecate.engine.triton.apart import tried
 from hecate.engine.triton.parity import TRIAL, both_by_torch, both_ways, difference, here, judged, trial
 from hecate.engine.triton.table import SEGMENT
-from hecate.formula import algorithm_texts, bias_formula, retention_texts
+from hecate.formula import algorithm_formula, algorithm_texts, bias_formula, retention_texts
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, execute, one, several
 
@@ -111,7 +111,7 @@ def verdict(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str,
     whole = config.model_dump(mode="json") | bias  # what is at its default may be so for a version only
     # The loop's kernels print these, too, and a class may be redefined under its name.
     texts = retention_texts(config.retention)
-    texts += algorithm_texts(config.algorithm) if config.forms.tokens[0] is None else []
+    texts += algorithm_texts(config.algorithm) if not isinstance(algorithm_formula(config.algorithm), str) else []
     whole["texts"] = sha256("".join(text.source for text in texts).encode()).hexdigest()[:24]
     facts = {"rule": rule, "whole": whole, "beside": flags, "dtype": str(dtype), "widths": shape, **here(device)}
     own = {"rule": {**rule, "numbers": formula.psi.numbers + formula.pull.numbers}}

@@ -13,7 +13,7 @@ from hecate.engine.triton.launch import SAME, Given, phi_of
 from hecate.engine.triton.loop import backward, forward, one_token
 from hecate.engine.triton.table import SEGMENT, Documents
 from hecate.engine.triton.tiles import Steps, Tiles, descent_of, steps_of, tiles_of
-from hecate.formula import AlgorithmFormula
+from hecate.formula import algorithm_formula, printable
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
@@ -37,23 +37,18 @@ class Formulas(NamedTuple):
 def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
     """Of a config that the engine does not refuse; `single` says that retain is one number."""
     bias, steps = tiles_of(config.bias), steps_of(config.retention, single=single)
-    form, descent = config.forms.tokens[0], config.forms.descent
-    descend, descend_back, numbers = None, None, ((0.0,), (0.0,))
-    if form is not None:
-        how = "nesterov" if form.nesterov else "momentum" if form.momentum else "gd"
-        if form.erase is not None:
-            how, numbers = "stable" if form.bounded else "erase", ((form.erase,), (form.erase,))
-    elif isinstance(descent, AlgorithmFormula):
-        how = "printed"
-        descend, descend_back, numbers = descent_of(descent)
+    form = config.forms.tokens[0]
+    if form is not None and form.erase is not None:
+        how, descend, descend_back = "stable" if form.bounded else "erase", None, None
+        numbers: Any = ((form.erase,), (form.erase,))
     else:
-        raise TypeError("the engine was chosen without its refusal being asked")
+        how, (descend, descend_back, numbers) = "printed", descent_of(printable(algorithm_formula(config.algorithm)))
     flags = {
         "PSI": bias.psi, "MOVES": bias.moves, "STEP": steps.step, "LINK": steps.link, "DUAL": steps.link is not None,
         "ALGORITHM": how, "DESCEND": descend, "SLOT": bool(config.algorithm.slots),
         "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
     }  # fmt: skip
-    apart = bias.apart and steps.apart and (form is None or form.erase is None)
+    apart = bias.apart and steps.apart and how == "printed"
     return Formulas(bias, steps, flags, descend_back, numbers, apart)
 
 

@@ -1,5 +1,5 @@
 """Parts of a token's step, as functions of a memory's whole state in registers: the step of a retention, the memory of
-what is carried, both printed by `tiles`, and the algorithm's direction; each with its pullback.
+what is carried and the algorithm's direction, all printed by `tiles` but for erasing momenta; each with its pullback.
 
 A tile is `[P, V]`: phi channels down, values along, padded with zeros, where `whole` says which cells are true, `in_p`
 `[P, 1]` which rows and `in_v` `[1, V]` which columns are. [ENG-TRITON-D5]
@@ -37,8 +37,8 @@ def weights_vjp(A, c, whole, in_p, in_v, G, P: tl.constexpr, V: tl.constexpr, LI
     return tl.where(whole, LINK_BACK(whole, in_p, in_v, P, V, A, G, c), 0.0)
 
 
-# Directions, of a gradient u w^T: u `[1, V]`, w `[P, 1]`; ca are the algorithm's numbers, for an erasing momentum its
-# strength.
+# Directions, of a gradient u w^T: u `[1, V]`, w `[P, 1]`; ca are the algorithm's numbers, the strength of an erasing
+# momentum.
 
 
 @triton.jit
@@ -63,17 +63,9 @@ def direction(
         D, S = DESCEND(whole, in_p, in_v, P, V, w * u, l, m, S, ca)
         D, S = tl.where(whole, D, 0.0), tl.where(whole, S, 0.0)
     else:
-        D = w * (-l * u)
-        if ALGORITHM == "momentum":
-            S = m * S + D
-            D = S
-        elif ALGORITHM == "nesterov":
-            S = m * S + D
-            D = m * S + D
-        elif ALGORITHM != "gd":
-            g, _, _ = erased(u, w, ca, ALGORITHM)
-            S = m * S + D - w * (g * tl.sum(S * w, 0)[None, :])
-            D = S
+        g, _, _ = erased(u, w, ca, ALGORITHM)
+        S = m * S - w * (l * u) - w * (g * tl.sum(S * w, 0)[None, :])
+        D = S
     return D, S
 
 
@@ -89,7 +81,7 @@ def direction_vjp(
         gu, gw = tl.sum(GG * w, 0)[None, :], tl.sum(GG * u, 1)[:, None]
         nothing = tl.zeros([1, 1], tl.float32)  # sums over cells are tiles of one number, or the number 0
         gl, gm = tl.sum(gl + nothing), tl.sum(gm + nothing)
-    elif ALGORITHM == "erase" or ALGORITHM == "stable":
+    else:
         X += Y
         g, by_u, by_w = erased(u, w, ca, ALGORITHM)
         y, z = tl.sum(S * w, 0)[None, :], tl.sum(X * w, 0)[None, :]
@@ -98,19 +90,4 @@ def direction_vjp(
         gw = tl.sum(S * (-g * z) - X * (g * y + l * u), 1)[:, None] + 2.0 * gg * by_w * w
         gl, gm = -tl.sum(u * z), tl.sum(X * S)
         Y = m * X - w * (g * z)
-    else:
-        gm = tl.sum(u) * 0.0
-        if ALGORITHM == "nesterov":
-            gm = tl.sum((m * S - w * (l * u)) * X)
-            Y += m * X
-            X += Y
-            gm += tl.sum(S * Y)
-            Y = m * Y
-        elif ALGORITHM == "momentum":
-            X += Y
-            gm = tl.sum(S * X)
-            Y = m * X
-        z = tl.sum(X * w, 0)[None, :]
-        gu, gl = -l * z, -tl.sum(u * z)
-        gw = tl.sum(X * (-l * u), 1)[:, None]
     return Y, gu, gw, gl, gm
