@@ -12,7 +12,9 @@ from hecate.formula.knobs import (
     algorithm_texts,
     bias_formula,
     formula_of,
+    is_cheap,
     map_formula,
+    map_nodes,
     printable,
     retention_formula,
     retention_texts,
@@ -22,6 +24,6 @@ from hecate.formula.printer import Text
 
 __all__ = [
     "MIXES", "AlgorithmFormula", "Formula", "RetentionFormula", "Text", "Unprintable", "Weights", "activation_nodes",
-    "activation_text", "algorithm_formula", "algorithm_texts", "bias_formula", "formula_of", "map_formula",
-    "printable", "retention_formula", "retention_texts",
+    "activation_text", "algorithm_formula", "algorithm_texts", "bias_formula", "formula_of", "is_cheap",
+    "map_formula", "map_nodes", "printable", "retention_formula", "retention_texts",
 ]  # fmt: skip

@@ -31,6 +31,7 @@ KEPT = 4096  # formulas in the cache
 CELLS = ALONG | DOWN
 T = TypeVar("T")
 MIXED = {*SUMS, "in N", "in M"}  # operations that make a number depend on others
+CHEAP = frozenset("in x,in g,add,sub,mul,neg,abs,exp,where,lt,le,gt,ge,eq,ne,and,or,not".split(","))
 
 
 class Formula(NamedTuple):
@@ -191,6 +192,32 @@ def _of_map(feature_map: FeatureMap, centred: bool, pulled: bool) -> Text:
     if text.operations & MIXED:
         raise Unprintable("it says that it goes number by number, and needs the whole row")
     return text
+
+
+def map_nodes(feature_map: FeatureMap) -> tuple[Node, Node] | str:
+    """phi(x) of a componentwise map without parameters and the cotangent of x from that of phi, g, as nodes, or the
+    reason why there are none."""
+    return cached_formula(feature_map, _with_pullback)
+
+
+def is_cheap(feature_map: FeatureMap) -> bool:
+    """True if phi and its pullback are printed of `CHEAP` operations: to make features again, wherever a kernel loads a
+    row, then costs less than to store them."""
+    nodes = map_nodes(feature_map)
+    return not isinstance(nodes, str) and printed("phi", "xg", nodes).operations <= CHEAP
+
+
+def _with_pullback(feature_map: FeatureMap) -> tuple[Node, Node]:
+    def both(variant: Any) -> Callable[..., Any]:
+        def function(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+            y, residuals = variant.forward(x, _NOTHING)
+            return y, variant.vjp(residuals, g)[0]
+
+        return function
+
+    _of_map(feature_map, centred=False, pulled=False)  # refuses what is no function of single numbers
+    there, back = nodes_of(feature_map, both, {"x": ALONG, "g": ALONG}, Nodes())
+    return there, back
 
 
 _NOTHING: Any = {"learned": {}, "frozen": {}}

@@ -1,4 +1,4 @@
-from hecate.phi.base import FeatureMap, FeatureMapKind, MapForm, Params, Traits
+from hecate.phi.base import FeatureMap, FeatureMapKind, Params, Traits
 from hecate.phi.combinators import Compose, Concat, Normalise, OddLift, TensorProduct
 from hecate.phi.dot_product import SLAY, ArcCosine, Favor, PerformerReLU, Polysketch, RandomMaclaurin
 from hecate.phi.elementwise import (
@@ -45,7 +45,6 @@ __all__ = [
     "LeakyReLU",
     "LeakyReLUSquared",
     "Linear",
-    "MapForm",
     "Normalise",
     "Nystrom",
     "OddLift",

@@ -79,14 +79,6 @@ def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
     return checked
 
 
-class MapForm(NamedTuple):
-    """Formula of a componentwise map in kernels: `"same"`: x; `"elu"`: x + 1 for x > 0, else exp(x); `"relu"`: max(x,
-    0) + number; `"leaky"`: x for x > 0, else number x; `"square"`: max(x, 0)^2. [ENG-TRITON-D7]"""
-
-    name: Literal["same", "elu", "relu", "leaky", "square"]
-    number: float = 0.0
-
-
 class PowerForm(NamedTuple):
     """phi(x).phi(y) = sum_i coefficients[i] (x.y)^i for x, y of one width, and features of that kernel.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hecate.checks import Count, Size
 from hecate.errors import ConfigError
 from hecate.late import put_off
-from hecate.phi.base import FeatureMap, MapForm, Params, Traits, compute_dtype, position_of
+from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, position_of
 from hecate.tape import Block
 from hecate.tape.bridge import can_inspect, is_traced, waits
 
@@ -63,7 +63,6 @@ class Identity(FeatureMap):
 
     kind: Literal["identity"] = "identity"
     promises = Traits(parity="odd", degree=1, componentwise=True, rising="everywhere", bounded_slope=True)
-    kernel: ClassVar[MapForm] = MapForm("same")
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, None]:
         return x, None
@@ -94,7 +93,6 @@ class ELU(FeatureMap):
 
     kind: Literal["elu"] = "elu"
     promises = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
-    kernel: ClassVar[MapForm] = MapForm("elu")
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         # For x > 0 the tail is 1: no choice between branches, neither here nor in the derivative.
@@ -154,10 +152,6 @@ class ReLU(Elementwise):
     kind: Literal["relu"] = "relu"
     shift: float = Field(default=0.0, ge=0)
 
-    @property
-    def kernel(self) -> MapForm:
-        return MapForm("relu", self.shift)
-
     def traits(self) -> Traits:
         degree = 1.0 if self.shift == 0 else None
         return _POSITIVE._replace(degree=degree, rising="odd_part", bounded_slope=True)
@@ -186,7 +180,6 @@ class SquaredReLU(Elementwise):
 
     kind: Literal["squared_relu"] = "squared_relu"
     promises = _POSITIVE._replace(degree=2, rising="odd_part")
-    kernel: ClassVar[MapForm] = MapForm("square")
 
     def value(self, x: Tensor) -> Tensor:
         return torch.relu(x).square()
@@ -213,10 +206,6 @@ class LeakyReLU(Elementwise):
 
     kind: Literal["leaky_relu"] = "leaky_relu"
     slope: float = Field(default=0.01, ge=0, lt=1)
-
-    @property
-    def kernel(self) -> MapForm:
-        return MapForm("leaky", self.slope)
 
     def traits(self) -> Traits:
         flat = self.slope == 0

@@ -20,9 +20,10 @@ from hecate.formula import (
     activation_nodes,
     algorithm_formula,
     formula_of,
+    is_cheap,
     retention_formula,
 )  # fmt: skip
-from hecate.phi import FeatureMapKind, Identity, MapForm
+from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, Structure, StructureKind
 from hecate.structure.base import SlotForm
@@ -303,7 +304,7 @@ class Forms(NamedTuple):
         descent: of the algorithm where kernels know none of these, printed, or why it cannot be.
         plain: whether the memory itself is carried, by steps r X + D.
         texts: bias, both and phi in JSON, which a tracer could not make.
-        phi: its `kernel_form()`.
+        cheap: whether kernels make features as they load a row: phi is printed, of few operations.
         identity: whether phi is the identity.
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
         formula: of the bias, printed; None if there is none.
@@ -324,7 +325,7 @@ class Forms(NamedTuple):
     descent: AlgorithmFormula | str | None
     plain: bool
     texts: tuple[str, ...]
-    phi: MapForm | None
+    cheap: bool
     identity: bool
     target: bool
     error: bool
@@ -353,7 +354,7 @@ class Forms(NamedTuple):
             descent=algorithm_formula(algorithm) if form is None or form.nesterov else None,
             plain=not isinstance(step, str) and step.plain,
             texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
-            phi=phi.kernel_form(),
+            cheap=is_cheap(phi),
             identity=type(phi) is Identity,
             target=formula is not None and formula.target,
             error=formula is not None and formula.error,

@@ -139,7 +139,8 @@ def _kernel(variant: Any) -> str:
     except ConfigError:
         return "depends on its settings"
     if issubclass(variant, phi.FeatureMap):  # memories compute features in torch
-        return f"torch: {form}" if isinstance(form, str) else "printed, in optimisers"
+        where = "in optimisers and on a GPU" if formula.is_cheap(variant()) else "in optimisers"
+        return f"torch: {form}" if isinstance(form, str) else f"printed, {where}"
     if isinstance(form, str):
         return f"token loop: {form}"
     if isinstance(form, formula.RetentionFormula):

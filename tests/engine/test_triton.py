@@ -44,7 +44,7 @@ def test_kernels_in_the_interpreter(marked: str) -> None:
         ({"chunk": 4}, "chunk=4"),
         ({"structure": "mlp"}, "structure 'mlp' has no kernel"),
         ({"algorithm": "rls"}, "algorithm 'rls' carries a matrix of keys"),
-        ({"retention": "elastic_net", "algorithm": "ftrl"}, "algorithm 'ftrl' as configured"),
+        ({"retention": "elastic_net", "algorithm": "adaptive"}, "algorithm 'adaptive' has several slots"),
         ({"state_dtype": "float64"}, "float32 state"),
     ],
 )

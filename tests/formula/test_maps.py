@@ -131,7 +131,8 @@ def test_what_has_no_text_says_why() -> None:
     assert "tanh(x)" in formula_text("tanh", "phi")
     header, rows = catalogue("phi")
     kernels = {row[0]: row[header.index("kernel")] for row in rows}
-    assert kernels["tanh"] == "printed, in optimisers" and kernels["compose"] == "depends on its settings"
+    assert kernels["tanh"] == "printed, in optimisers" and kernels["elu"] == "printed, in optimisers and on a GPU"
+    assert kernels["compose"] == "depends on its settings"
     assert kernels["dpfp"] == "torch: it makes features of rows, not of single numbers"
     with pytest.raises(ConfigError, match="no formulas of family 'gating'. Known: bias, retention"):
         formula_text("none", "gating")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from hecate.engine.triton import block, engine, factors, kernel, launch, scan, t
 from hecate.engine.triton import channels as channel_kernels
 from hecate.engine.triton.kernel import distrust
 from hecate.errors import ConfigError
+from hecate.phi import FeatureMap, Tanh
+from hecate.phi.elementwise import Elementwise
 from tests.interpreted.test_loop import BIASES as LOOPED
 from tests.interpreted.test_loop import scanned
 from tests.launches import as_on_a_device, counted
@@ -210,12 +212,30 @@ def test_retain_of_each_channel(bias: str, order: str, read: str, length: int, m
     trial(config, length=length, widths=(12, 20), masked=length > 1, general=length == 66, channels=True)
 
 
+class Tilted(Elementwise):
+    """tilted: scale x |x|."""
+
+    kind: Literal["block_test_tilted"] = "block_test_tilted"
+    scale: float = 0.7
+    promises = Tanh.promises
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x * x.abs()
+
+    def pull(self, x: torch.Tensor, value: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return 2 * self.scale * x.abs() * g
+
+
+del FeatureMap._registry["block_test_tilted"]  # passed as a value: tests of all known kinds need not know it
+
 FEATURES = [  # phi, key_norm, the ceiling of steps that its keys allow, and whether retain is one of each channel
     ("elu", "none", 0.02, False), ("identity", "l2", 1.0, True), ({"kind": "relu", "shift": 0.1}, "sum", 1.0, False),
+    (Tilted(), "l2", 1.0, False),
     *(pytest.param(phi, norm, ceiling, channels, marks=SLOW) for phi, norm, ceiling, channels in [
         ({"kind": "leaky_relu", "slope": 0.3}, "l2", 1.0, True), ("leaky_relu", "none", 0.2, False),
         ("elu", "l2", 1.0, True), ("elu", "sum", 1.0, False), ("squared_relu", "l2", 1.0, False),
-        ("squared_relu", "none", 1.0, True), ("relu", "none", 1.0, False), ("identity", "none", 1.0, False)]),
+        ("squared_relu", "none", 1.0, True), ("leaky_relu_squared", "l2", 1.0, False),
+        ("relu", "none", 1.0, False), ("identity", "none", 1.0, False)]),
 ]  # fmt: skip
 
 

@@ -9,8 +9,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hecate import Gates, MemoryConfig, stepper
-from hecate.engine.triton import decode, engine, kernel, launch, loops
+from hecate.engine.triton import decode, engine, kernel, launch, loops, tiles
 from hecate.errors import ConfigError
+from hecate.phi import SquaredReLU
 
 CONFIGS = [
     {"key_norm": "l2"}, {"retention": "decay", "algorithm": "momentum", "bias": "huber"}, {"retention": "kl"},
@@ -170,10 +171,11 @@ def test_the_trial_of_a_token_sees_what_the_kernel_makes(
         return kernel.distrust(config, flags, dtype, "cpu", (7, 10))
 
     assert judged() is None
-    name, number, norm, scale = launch.phi_of(config, 10)
-    false = {("square", number, norm, scale), (name, number, norm, 2 * scale)}
+    there, back, norm, scale = launch.phi_of(config, 10)
+    square = tiles.map_of(SquaredReLU())[0]
+    false = {(square, back, norm, scale), (there, back, norm, 2 * scale)}
     if norm != "none":
-        false.add((name, number, "none", scale))
+        false.add((there, back, "none", scale))
     for phi in false:
         with monkeypatch.context() as patch:
             patch.setattr(loops, "phi_of", lambda config, width, phi=phi: phi)
@@ -184,7 +186,7 @@ def test_the_trial_of_a_token_sees_what_the_kernel_makes(
         def bare(config: MemoryConfig, states: Any, given: Any, dtype: torch.dtype) -> Any:
             return walked(config, states, (torch.nn.functional.normalize(given[0], dim=-1), *given[1:]), dtype)
 
-        monkeypatch.setattr(loops, "phi_of", lambda config, width: (name, number, "none", scale))
+        monkeypatch.setattr(loops, "phi_of", lambda config, width: (there, back, "none", scale))
         monkeypatch.setattr(kernel, "_token_by_token", bare)
         assert "its kernel differs from the token loop in float64" in (judged() or "")
 

@@ -101,7 +101,7 @@ def over(x, to, N: tl.constexpr, W: tl.constexpr, OF: tl.constexpr):
 
 def of_names(text: str) -> Any:
     """A function of x and y by a text, as biases are printed."""
-    psi, _ = tiles.compiled(f"def psi(x, y):\n    return {text}\n\ndef pull(x, y):\n    return x\n", ("psi", "pull"))
+    psi, _ = tiles._compiled(f"def psi(x, y):\n    return {text}\n\ndef pull(x, y):\n    return x\n", ("psi", "pull"))
     return psi
 
 

@@ -306,7 +306,7 @@ FAULTS = [
         ("launch", "moved[part].mT if back else", "moved[part] if back else"),
         ("tiles", "tl.sum(tl.where(inside, x, 0.0), AXIS, keep_dims=True)", "tl.sum(x, AXIS, keep_dims=True)"),
         ("tiles", "tl.log(y) * (x / kept)", "tl.log(y)"),
-        ("tiles", "*numbers, not formula.target, formula.coordinatewise", "*numbers, not formula.target, True"),
+        ("tiles", "cu, cg, not formula.target, formula.coordinatewise", "cu, cg, not formula.target, True"),
     ),
     *_of(
         "engine",

@@ -119,7 +119,7 @@ def rows(x, at, there, o, width, MAP: tl.constexpr):
     """Rows `[C, width]` as they lie, or as MAP makes them, 0 where there is none."""
     cells = there[:, None] & (o < width)[None, :]
     found = tl.load(x + at[:, None] * width + o[None, :], mask=cells, other=0.0)
-    if MAP[0] != "same" or MAP[2] != "none":
+    if MAP[0] is not None or MAP[2] != "none":
         found, _ = featured(found.to(tl.float32), cells, MAP)
     return found
 

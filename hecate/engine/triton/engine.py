@@ -64,7 +64,7 @@ FEW, LONG = 8, 8 * SEGMENT  # documents of any length; tokens of one in the loop
 def _raw(plan: Plan | Call) -> bool:
     """True if kernels read keys and queries as they lie, and make the features themselves."""
     config = plan.config
-    plain = config.step == "raw" and config.normalizer == "none" and config.forms.phi is not None
+    plain = config.step == "raw" and config.normalizer == "none" and config.forms.cheap
     return plain and not plan.general and not _loops(plan)
 
 
@@ -188,7 +188,7 @@ def _exact(call: Call, q: Tensor, k: Tensor, *, raw: bool = True) -> str:
 
 def raw_token(config: MemoryConfig) -> bool:
     """True if the kernel of one token makes features of keys and queries, as they lie."""
-    return config.step == "raw" and config.forms.phi is not None and not config.forms.dampens
+    return config.step == "raw" and config.forms.cheap and not config.forms.dampens
 
 
 def no_step(plan: Plan | Call) -> str | None:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Inputs
+from hecate.engine.call import NO_PARAMS, Inputs
 from hecate.engine.features import L2_NORM, featured, to_tokens
 from hecate.engine.parallel import by_torch
 from hecate.engine.tokens import VECTORS, Carry
 from hecate.engine.triton.apart import tried
 from hecate.engine.triton.parity import TRIAL, both_by_torch, both_ways, difference, here, judged, trial
 from hecate.engine.triton.table import SEGMENT
-from hecate.formula import algorithm_formula, algorithm_texts, bias_formula, retention_texts
+from hecate.formula import algorithm_formula, algorithm_texts, bias_formula, map_nodes, retention_texts
+from hecate.formula.printer import printed
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, execute, one, several
 
@@ -46,9 +47,8 @@ def precision_of(config: MemoryConfig, dtype: torch.dtype, *, narrow: bool) -> s
     """Precision of the products of blocks by dtype: three of TF32's for float32; operands in bfloat16 for keys that lie
     so; and for features, states and other numbers beside them, two "halves" in bfloat16 each. TF32 itself will not do:
     tensor cores cut it short without rounding, which adds up in a momentum and turns signs that a bias goes by."""
-    exact, phi = PRECISION[dtype], config.forms.phi
-    as_they_lie = narrow and phi is not None and phi.name == "same"
-    return exact if as_they_lie or exact != "bf16" else "halves"
+    exact = PRECISION[dtype]
+    return exact if (narrow and config.forms.identity) or exact != "bf16" else "halves"
 
 
 def _launch(name: str) -> Any:
@@ -109,9 +109,12 @@ def verdict(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str,
     bias = {"bias": f"{config.bias.kind} {formula.digest}"}  # its numbers are arguments of the kernel
     rule = config.model_dump(mode="json", exclude_defaults=True) | bias
     whole = config.model_dump(mode="json") | bias  # what is at its default may be so for a version only
-    # The loop's kernels print these, too, and a class may be redefined under its name.
+    # Kernels print these, too, and a class may be redefined under its name.
     texts = retention_texts(config.retention)
-    texts += algorithm_texts(config.algorithm) if not isinstance(algorithm_formula(config.algorithm), str) else []
+    if not isinstance(algorithm_formula(config.algorithm), str):
+        texts += algorithm_texts(config.algorithm)
+    if not isinstance(nodes := map_nodes(config.feature_map), str):
+        texts.append(printed("phi", "xg", nodes))
     whole["texts"] = sha256("".join(text.source for text in texts).encode()).hexdigest()[:24]
     facts = {"rule": rule, "whole": whole, "beside": flags, "dtype": str(dtype), "widths": shape, **here(device)}
     own = {"rule": {**rule, "numbers": formula.psi.numbers + formula.pull.numbers}}
@@ -213,10 +216,11 @@ def _token_by_token(config: MemoryConfig, states: Tensors, given: Tensors, dtype
 
 def _stable(config: MemoryConfig, width: int) -> float:
     """A step size at which the features of keys of unit length let no memory diverge."""
-    form = config.forms.phi
-    if form is None or form.name in ("same", "leaky", "square") or config.key_norm != "none":
+    if config.forms.identity or config.key_norm != "none":
         return 1.0
-    return 1 / (2 * width * max(1.0, form.number) ** 2)
+    keys = torch.randn(TRIAL, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    features, _ = config.feature_map.forward(torch.nn.functional.normalize(keys, dim=-1), NO_PARAMS)
+    return min(1.0, 1 / (2 * float(features.square().sum(-1).max())))
 
 
 @cache

@@ -21,13 +21,13 @@ from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
 from hecate.engine.triton.scan import pull, scan
 from hecate.engine.triton.table import BLOCK, CHANNELS, Documents, Launch, card_of, chunks_of, least_of, walked
-from hecate.engine.triton.tiles import tiles_of
+from hecate.engine.triton.tiles import map_of, tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
 ROWS = 32  # of a norm's program
 ALIGNED = 16  # bytes: Triton takes the address of a tensor for a multiple of them, or not
-SAME = ("same", 0.0, "none", 1.0)  # of features
+SAME = (None, None, "none", 1.0)  # of features
 
 
 class Form:
@@ -398,12 +398,10 @@ def stream_of(device: torch.device) -> int | None:
     return driver.active.get_current_stream(index) if index == device.index else None
 
 
-def phi_of(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
-    """The map of a config, its number, its norm, and what queries are multiplied by."""
-    form = config.forms.phi
-    if form is None:
-        raise TypeError("the engine was chosen without its refusal being asked")
-    return *form, config.key_norm, width**-0.5 if config.query_scale == "key_dim" else 1.0
+def phi_of(config: MemoryConfig, width: int) -> tuple[Any, Any, str, float]:
+    """The map of a config and its pullback, None for the identity, its norm, and what queries are multiplied by."""
+    there, back = SAME[:2] if config.forms.identity else map_of(config.feature_map)
+    return there, back, config.key_norm, width**-0.5 if config.query_scale == "key_dim" else 1.0
 
 
 def normed(inputs: Tensors) -> tuple[Tensors, Tensors]:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 # Arguments that 16 may divide or not in the same kernel: what is tried on a few tokens is what runs on many.
 COUNTS = ("T", "H", "N", "total", "rows")
-PLAIN = tl.constexpr(("same", 0.0, "none", 1.0))  # rows as they lie
+PLAIN = tl.constexpr((None, None, "none", 1.0))  # rows as they lie
 LEAST = tl.constexpr(2.0**-126)  # whose inverse float32 has, and that of nothing less
 
 
@@ -49,19 +49,12 @@ def sized_back(g, y, size):
 
 @triton.jit
 def featured(x, there, PHI: tl.constexpr):
-    """(rows of features, their sizes) of rows x, 0 where there is nothing. PHI: a map, its number, a norm, and what
-    queries are multiplied by. A NaN stays one."""
+    """(rows of features, their sizes) of rows x, 0 where there is nothing. PHI: a printed map and its pullback, None
+    for the identity, a norm, and what queries are multiplied by. A NaN stays one."""
     y, size = x, tl.sum(x * 0.0, 1) + 1.0
-    if PHI[0] == "elu":
-        y = tl.where(x > 0, x + 1.0, tl.exp(x))
-    if PHI[0] == "relu":
-        y = tl.where(x <= 0, 0.0, x) + PHI[1]
-    if PHI[0] == "leaky":
-        y = tl.where(x <= 0, PHI[1] * x, x)
-    if PHI[0] == "square":
-        y = tl.where(x <= 0, 0.0, x * x)
-    if PHI[0] != "same":
-        y = tl.where(there, y, 0.0)
+    VALUE: tl.constexpr = PHI[0]
+    if VALUE is not None:
+        y = tl.where(there, VALUE(x, 0.0), 0.0)
     NORM: tl.constexpr = PHI[2]  # Triton 3.6 hands an item of a tuple on as no constant
     if NORM != "none":
         y, size = sized(y, NORM)
@@ -77,14 +70,9 @@ def featured_back(g, x, there, PHI: tl.constexpr):
             g = sized_back(g, y, size)
         else:
             g = (g - tl.sum(y * g, 1)[:, None]) * over(size)[:, None]
-    if PHI[0] == "elu":
-        g = g * tl.where(x > 0, 1.0, tl.exp(x))
-    if PHI[0] == "relu":
-        g = tl.where(x > 0, g, 0.0)
-    if PHI[0] == "leaky":
-        g = tl.where(x > 0, g, PHI[1] * g)
-    if PHI[0] == "square":
-        g = tl.where(x > 0, 2.0 * x * g, 0.0)
+    PULL: tl.constexpr = PHI[1]
+    if PULL is not None:
+        g = PULL(x, g, 0.0)
     return g
 
 

@@ -16,9 +16,19 @@ import triton
 import triton.language as tl
 
 from hecate.bias import Bias
-from hecate.formula import AlgorithmFormula, Formula, Unprintable, Weights, bias_formula, retention_formula
+from hecate.formula import (
+    AlgorithmFormula,
+    Formula,
+    Unprintable,
+    Weights,
+    bias_formula,
+    map_nodes,
+    printable,
+    retention_formula,
+)  # fmt: skip
 from hecate.formula.nodes import ALONG, DOWN, SUMS, Node
-from hecate.formula.printer import Text, printed
+from hecate.formula.printer import Text, literal, printed, uses
+from hecate.phi import FeatureMap
 from hecate.retention import Retention
 
 
@@ -126,10 +136,16 @@ def _steps(step: Weights, link: Weights | None) -> Steps:
     texts = [_of_weights("step", "XDr", [step.out]), _of_weights("step_back", "XDrg", pulled)]
     if link is not None:
         texts += [_of_weights("link", "A", [link.out]), _of_weights("link_back", "Ag", link.pulled)]
-    functions = compiled("\n".join(text.source for text in texts), tuple(text.name for text in texts))
+    functions, numbers = compiled(texts)
     there, back, linked, linked_back = (*functions, None, None)[:4]
-    numbers = *(text.numbers or (0.0,) for text in texts), (0.0,), (0.0,)
-    return Steps(there, back, linked, linked_back, numbers[:4], step.rowwise and (link is None or link.rowwise))
+    return Steps(
+        there,
+        back,
+        linked,
+        linked_back,
+        (*numbers, (0.0,), (0.0,))[:4],
+        step.rowwise and (link is None or link.rowwise),
+    )
 
 
 def _of_weights(name: str, inputs: Sequence[str], results: Sequence[Node]) -> Text:
@@ -147,9 +163,22 @@ def descent_of(formula: AlgorithmFormula) -> tuple[Any, Any, tuple[tuple[float, 
         _of_weights("descend", ("G", "lr", "m", "s0"), (*formula.results, before)[:2]),
         _of_weights("descend_back", ("G", "lr", "m", "s0", "g", "h0"), (*formula.pulled, after)[:4]),
     ]
-    functions = compiled("\n".join(text.source for text in texts), tuple(text.name for text in texts))
-    numbers = texts[0].numbers or (0.0,), texts[1].numbers or (0.0,)
-    return functions[0], functions[1], numbers
+    (there, back), numbers = compiled(texts)
+    return there, back, (numbers[0], numbers[1])
+
+
+def map_of(feature_map: FeatureMap) -> list[Any]:
+    """`phi(x, c)` and `pull(x, g, c)` of a componentwise map, whose numbers are in the text, for a tuple of constants
+    holds both: c is nothing. Raises Unprintable for what has none."""
+    return _map(*printable(map_nodes(feature_map)))
+
+
+@lru_cache(256)
+def _map(there: Node, back: Node) -> list[Any]:
+    numbers = {node: literal(node.args[0]) for node in uses([there, back], {}) if node.op == "const"}
+    names = partial(_named, axis=1)
+    texts = [printed("phi", "x", [there], numbers, names), printed("pull", "xg", [back], numbers, names)]
+    return compiled(texts)[0]
 
 
 def tiles_of(bias: Bias, *, turned: bool = False) -> Tiles:
@@ -161,15 +190,18 @@ def tiles_of(bias: Bias, *, turned: bool = False) -> Tiles:
 def _tiles(formula: Formula, turned: bool) -> Tiles:
     given, names = ("inside", "N: tl.constexpr", "p", "v"), partial(_named, axis=0 if turned else 1, inside="inside")
     psi = printed("psi", given, [formula.u], names=names)
-    pull = printed("pull", (*given, "g"), formula.pulled, names=names)
-    text = f"{psi.source}\n{pull.source}"
-    numbers = psi.numbers or (0.0,), pull.numbers or (0.0,)  # an empty tuple is no argument
-    psi_of, pull_of = compiled(text, ("psi", "pull"))
-    return Tiles(psi_of, pull_of, *numbers, not formula.target, formula.coordinatewise, formula.error)
+    (psi_of, pull_of), (cu, cg) = compiled([psi, printed("pull", (*given, "g"), formula.pulled, names=names)])
+    return Tiles(psi_of, pull_of, cu, cg, not formula.target, formula.coordinatewise, formula.error)
+
+
+def compiled(texts: Sequence[Text]) -> tuple[list[Any], list[tuple[float, ...]]]:
+    """The functions of texts, and the numbers of each: (0,) for none, as an empty tuple is no argument."""
+    source, names = "\n".join(text.source for text in texts), tuple(text.name for text in texts)
+    return _compiled(source, names), [text.numbers or (0.0,) for text in texts]
 
 
 @cache
-def compiled(text: str, names: tuple[str, ...]) -> list[Any]:
+def _compiled(text: str, names: tuple[str, ...]) -> list[Any]:
     """Functions of a text, which is made of names of the table and numbers alone: no string of a user's is in it."""
     text = text.replace("INF", 'float("inf")').replace("NAN", 'float("nan")')
     file = f"<hecate formula {hashlib.sha256(text.encode()).hexdigest()[:24]}>"
