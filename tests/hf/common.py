@@ -82,6 +82,18 @@ def in_pieces(model: Any, ids: Tensor, *sizes: int, cache: Any = None) -> Tensor
         return torch.cat([model(input_ids=part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
 
 
+def tuned(model: Any, steps: int, ids: Tensor = IDS) -> list[float]:
+    """Losses of some steps of what learns."""
+    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2), []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def goes_on(model: Any, within: float = 3e-6, *, static: bool = False, documents: bool = True) -> None:
     """Checks that answers are the same from caches, behind padding, in beams, and of documents in one row."""
     whole, mask = logits(model), torch.ones_like(IDS)

@@ -17,7 +17,7 @@ from hecate.errors import ConfigError
 from hecate.hf import adopt, from_layer, release, upgrade
 from hecate.hf.upgrade import NOT_WIDER, WIDER, Hosted, rule_name
 from hecate.rule import RULES
-from tests.hf.common import IDS, goes_on, logits, off, takes_back
+from tests.hf.common import IDS, goes_on, logits, off, takes_back, tuned
 from tests.hf.families import built
 from tests.hf.test_adopt import greedy, model_of
 from tests.hf.test_layers import DELTA, linear
@@ -101,14 +101,7 @@ def test_it_trains_alone_or_with_the_rest(train):
     model = copy.deepcopy(model_of("qwen3_next"))
     report = upgrade(model, "gated_delta_2", train=train)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    losses = []
-    for _ in range(12):
-        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = tuned(model, 12)
     assert losses[-1] < losses[0] - (0.01 if train == "new" else 0.5)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == set(report.new) if train == "new" else changed > set(report.new)
