@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hecate.cms import CMS, CMSConfig
 from hecate.errors import HealthWarning
-from tests.nn.layers import seeded
+from tests.nn.layers import seeded, shaken
 from tests.reference import cms as reference
 from tests.reference.memory import Rule
 
@@ -67,12 +67,7 @@ def cms_of(
         if composition == "chained":  # which its own test expects
             warnings.simplefilter("ignore", HealthWarning)
         layer = CMS(D_MODEL, HEADS, config, generator=seeded(seed), **options)
-    generator = seeded(seed + 1)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter += shake * noise / parameter.shape[-1] ** 0.5
-    return layer
+    return shaken(layer, seed + 1, shake)
 
 
 def inputs(batch: int = 2, length: int = 11, *, seed: int = 2) -> Tensor:

@@ -41,7 +41,7 @@ def test_growth_keeps_the_function(composition, aggregation, way):
 def test_the_new_level_learns(composition, aggregation, way):
     grown, _ = grow(cms_of(composition, aggregation, levels=TWO), way)
     place = 0 if way == "push" else -1
-    x, target = inputs(4, 20), inputs(4, 20, seed=5)
+    x, target = inputs(2, 20), inputs(2, 20, seed=5)
     optimiser = torch.optim.SGD(grown.parameters(), lr=0.1)
     for step in range(2):
         loss = (grown(x)[0] - target).square().mean()

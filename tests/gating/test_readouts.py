@@ -117,7 +117,7 @@ def test_derivatives_by_tape_autograd_and_plain_operations(solver, read):
             return scanned(config, dict(zip(few, items, strict=True)), "ridge", "mix")[0]
 
         assert torch.autograd.gradcheck(short, tuple(few.values()))
-        assert torch.autograd.gradgradcheck(short, tuple(few.values()))
+        assert torch.autograd.gradgradcheck(short, tuple(few.values()), fast_mode=True)
 
 
 @pytest.mark.spec("ENG-READ-D1")

@@ -82,6 +82,18 @@ def in_pieces(model: Any, ids: Tensor, *sizes: int, cache: Any = None) -> Tensor
         return torch.cat([model(input_ids=part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
 
 
+def tuned(model: Any, steps: int, ids: Tensor = IDS) -> list[float]:
+    """Losses of some steps of what learns."""
+    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2), []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def goes_on(model: Any, within: float = 3e-6, *, static: bool = False, documents: bool = True) -> None:
     """Checks that answers are the same from caches, behind padding, in beams, and of documents in one row."""
     whole, mask = logits(model), torch.ones_like(IDS)
@@ -90,14 +102,15 @@ def goes_on(model: Any, within: float = 3e-6, *, static: bool = False, documents
     for cache in caches:
         assert off(in_pieces(model, IDS, 20, 1, 2, 17, cache=cache), whole) < within
     mask[0, :11] = 0
-    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    short, how = IDS[:, :20], {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    how["attention_mask"] = mask[:, :20]
     padded = logits(model, IDS, attention_mask=mask)  # where the mask is 0 a token is padding, whatever it is
     assert off(padded[0, 11:], logits(model, IDS[:1, 11:])[0]) < within and off(padded[1], whole[1]) < within
     for more in ({}, {"num_beams": 3, "num_return_sequences": 2}):
-        assert torch.equal(model.generate(IDS, **how, **more), model.generate(IDS, use_cache=False, **how, **more))
+        assert torch.equal(model.generate(short, **how, **more), model.generate(short, use_cache=False, **how, **more))
     if static:
-        found = model.generate(IDS, cache_implementation="static", **how)
-        assert torch.equal(found, model.generate(IDS, use_cache=False, **how))
+        found = model.generate(short, cache_implementation="static", **how)
+        assert torch.equal(found, model.generate(short, use_cache=False, **how))
     if documents:
         alone = torch.cat([logits(model, part) for part in IDS[:1].split((13, 1, 2, 24), 1)], 1)
         positions = torch.cat([torch.arange(size) for size in (13, 1, 2, 24)]).unsqueeze(0)

@@ -12,8 +12,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("default")  # its warnings are not ours
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "tied"), [*((rule, True) for rule in RULES), ("levels", False)])
 @pytest.mark.spec("HF-TRAIN-D1", "HF-LM-D1")
 def test_all_linear_is_every_linear_layer_but_the_output_and_none_is_read_past_its_adapter(rule, tied):
     model, ids = made(rule, tie_embeddings=tied), tokens(2, 6)

@@ -40,21 +40,15 @@ def block(request, monkeypatch):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("sizes", [(41,), (17, 1, 2, 21), (1,), (2,)])
 def test_a_convolution_and_its_derivative(block, generator, activation, sizes):
-    x, w, b = (
-        drawn(2, 3, sum(sizes), generator=generator),
-        drawn(3, 4, generator=generator),
-        drawn(3, generator=generator),
-    )
+    x, w, b = (drawn(*shape, generator=generator) for shape in ((2, 3, sum(sizes)), (3, 4), (3,)))
     starts = torch.zeros(2, sum(sizes), dtype=torch.bool)
     starts[:, torch.tensor(sizes).cumsum(0)[:-1]] = True
     given = starts if len(sizes) > 1 else None
     g = drawn(2, 3, sum(sizes), generator=generator)
     for bias in (None, b):
         leaves = [t.clone().requires_grad_() for t in (x, w, *(() if bias is None else (bias,)))]
-        own = kernels.causal_conv(
-            leaves[0], leaves[1], leaves[2] if bias is not None else None, activation, hecate_starts=given
-        )
-        wanted = convolved(leaves[0], leaves[1], leaves[2] if bias is not None else None, activation, sizes)
+        arguments = *leaves[:2], None if bias is None else leaves[2], activation
+        own, wanted = kernels.causal_conv(*arguments, hecate_starts=given), convolved(*arguments, sizes)
         torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
         theirs = torch.autograd.grad(wanted, leaves, g)
         for ours, right in zip(torch.autograd.grad(own, leaves, g), theirs, strict=True):

@@ -21,7 +21,7 @@ pytest.importorskip("transformers", minversion="5")
 from hecate.errors import ConfigError
 from hecate.hf import adopt, release
 from hecate.hf.adopt import KERNELS, Adopted, Kernel, adopted, rule_of
-from tests.hf.common import off
+from tests.hf.common import off, tuned
 from tests.hf.families import BUILT, built, modeling
 from tests.hf.test_adopt import IDS, logits, model_of
 
@@ -94,19 +94,6 @@ def test_hooks_of_accelerate_before_and_after(model):
     assert torch.equal(logits(model), before)
 
 
-def tuned(model: Any, steps: int = 3) -> list[float]:
-    """Losses of a few steps of LoRA."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.spec("HF-ADOPT-D1")
 def test_lora_before_and_after(model):
     peft = pytest.importorskip("peft")
@@ -122,14 +109,14 @@ def test_lora_before_and_after(model):
             return peft.get_peft_model(one, peft.LoraConfig(r=2, target_modules=targets))
 
     plain, first, last = (copy.deepcopy(model) for _ in range(3))
-    wanted = tuned(wrapped(plain))
+    wanted = tuned(wrapped(plain), 3, IDS)
     adopt(first)
     first = wrapped(first)
     last = wrapped(last)
     report = adopt(last)
     assert all(name.startswith("base_model.model.") for name in report.adopted)
     for one in (first, last):
-        assert max(abs(ours - theirs) for ours, theirs in zip(tuned(one), wanted, strict=True)) < 1e-4
+        assert max(abs(ours - theirs) for ours, theirs in zip(tuned(one, 3, IDS), wanted, strict=True)) < 1e-4
     merged = first.merge_and_unload()
     assert layers(merged) and release(merged) == len(report.adopted)
 

@@ -88,22 +88,21 @@ def test_a_memory_in_the_place_of_attention():
 
 @pytest.mark.spec("HF-CALL-D1")
 def test_what_no_memory_takes_is_refused():
-    layer = AsLayer(Memory(16, 2, "gated_delta"))
-    with pytest.raises(ConfigError, match="a memory has no attention weights"):
-        layer(X, output_attentions=True)
+    layer, filled, keys = AsLayer(Memory(16, 2, "gated_delta")), DynamicCache(), torch.zeros(2, 1, 3, 4)
+    filled.update(keys, keys, 0)
+    static, documents = StaticCache(LlamaConfig(num_hidden_layers=1), max_cache_len=4), torch.tensor([0, 4, 12])
     with pytest.raises(ShapeError, match=r"attention_mask must be \[B, 12 or more\]"):
         layer(X, torch.ones(2, 1, 12, 12))
-    with pytest.raises(ConfigError, match="a row of several documents cannot fill a cache"):
-        layer(X[:1], past_key_values=DynamicCache(), cu_seqlens=torch.tensor([0, 4, 12]))
-    with pytest.raises(ConfigError, match="must be a DynamicCache of transformers, got a tuple"):
-        layer(X, past_key_values=((),))
-    cache = DynamicCache()
-    cache.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 0)
-    with pytest.raises(ConfigError, match="layer 0 of past_key_values is a DynamicLayer in use by another"):
-        layer(X, past_key_values=cache)
-    with pytest.raises(ConfigError, match="is a StaticLayer in use"):
-        layer(X, past_key_values=StaticCache(LlamaConfig(num_hidden_layers=1), max_cache_len=4))
-    with pytest.raises(ConfigError, match="layer_idx must be an integer >= 0, got -1"):
-        AsLayer(Memory(8, heads=2), layer_idx=-1)
-    with pytest.raises(ConfigError, match="returns must be"):
-        AsLayer(layer.layer, 0, "all")
+    for words, call in {
+        "a memory has no attention weights": lambda: layer(X, output_attentions=True),
+        "a row of several documents cannot fill a cache": lambda: layer(
+            X[:1], past_key_values=DynamicCache(), cu_seqlens=documents
+        ),
+        "must be a DynamicCache of transformers, got a tuple": lambda: layer(X, past_key_values=((),)),
+        "layer 0 of past_key_values is a DynamicLayer in use by another": lambda: layer(X, past_key_values=filled),
+        "is a StaticLayer in use": lambda: layer(X, past_key_values=static),
+        "layer_idx must be an integer >= 0, got -1": lambda: AsLayer(layer.layer, layer_idx=-1),
+        "returns must be": lambda: AsLayer(layer.layer, 0, "all"),
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            call()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,45 +318,39 @@ def test_folders_that_are_damaged(tmp_path):
         load_graft(tmp_path / "whole")
 
 
-def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    facts = json.loads((folder / "graft.json").read_text())
-    change(facts)
-    (folder / "graft.json").write_text(json.dumps(facts))
-    return folder
-
-
 @pytest.mark.spec("HF-GRAFT-E2")
 def test_folders_that_do_not_fit(tmp_path):
-    model = put(made(), "delta")
-    save_graft(model, tmp_path / "new")
-    with pytest.raises(CheckpointError, match="exists already"):
-        save_graft(model, tmp_path / "new")
+    new, plain, broken = (tmp_path / name for name in ("new", "plain", "broken"))
+    model, smaller, other = put(made(), "delta"), made(num_hidden_layers=2), made(hidden_size=64)
+    save_graft(model, new)
+    save_graft(model, broken)
+    (broken / "graft.json").write_text("{")
+    made().save_pretrained(plain)
+    before = other(IDS).logits
+    for words, call in {
+        "exists already": lambda: save_graft(model, new),
+        "holds what a graft added alone; give the model": lambda: load_graft(new),
+        "has neither graft.json nor config.json": lambda: load_graft(tmp_path),
+        "has no hecate_graft": lambda: load_graft(plain),
+        "has layer 2, but the model has layers 0 to 1": lambda: load_graft(new, model=smaller),
+        r"layers\.0\.self_attn\.hecate\..* is of shape": lambda: load_graft(new, model=other),
+        "graft.json is not of a graft": lambda: load_graft(broken, model=made()),
+    }.items():
+        with pytest.raises(CheckpointError, match=words):
+            call()
+    assert torch.equal(other(IDS).logits, before) and not any(isinstance(m, Grafted) for m in other.modules())
     with pytest.raises(ConfigError, match="has no graft"):
         save_graft(made(), tmp_path / "none")
-    with pytest.raises(CheckpointError, match="holds what a graft added alone; give the model"):
-        load_graft(tmp_path / "new")
     with pytest.raises(ConfigError, match="dtype would load a model"):
-        load_graft(tmp_path / "new", model=made(), dtype="auto")
-    with pytest.raises(CheckpointError, match="has neither graft.json nor config.json"):
-        load_graft(tmp_path)
-    made().save_pretrained(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="has no hecate_graft"):
-        load_graft(tmp_path / "plain")
-    smaller = made(num_hidden_layers=2)
-    with pytest.raises(CheckpointError, match="has layer 2, but the model has layers 0 to 1"):
-        load_graft(tmp_path / "new", model=smaller)
-    other = made(hidden_size=64)
-    before = other(IDS).logits
-    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.hecate\..* is of shape"):
-        load_graft(tmp_path / "new", model=other)
-    assert torch.equal(other(IDS).logits, before) and not any(isinstance(m, Grafted) for m in other.modules())
-    with pytest.raises(CheckpointError, match=r"has memories in layers \[2\]"):
-        load_graft(edited(tmp_path / "new", lambda facts: facts.update(layers=[0])), model=made())
-    with pytest.raises(CheckpointError, match=r"graft.json is not of a graft .*unknown field"):
-        load_graft(edited(tmp_path / "new", lambda facts: facts.update(colour=1)), model=made())
-    (tmp_path / "new/graft.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"graft.json is not of a graft"):
-        load_graft(tmp_path / "new", model=made())
+        load_graft(new, model=made(), dtype="auto")
+    for field, words in (
+        ({"layers": [0]}, r"has memories in layers \[2\]"),
+        ({"colour": 1}, "of a graft .*unknown field"),
+    ):
+        facts = json.loads((new / "graft.json").read_text()) | field
+        (new / "graft.json").write_text(json.dumps(facts))
+        with pytest.raises(CheckpointError, match=words):
+            load_graft(new, model=made())
 
 
 def quantised(model: Any) -> Any:

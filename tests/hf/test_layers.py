@@ -274,13 +274,9 @@ def rebuilt(memory: Memory, options: dict[str, Any] | None = None, rule: Any = N
             place = place[parent]
         place[last] = value
     rule = {"layer_options": own, **(rule or {})}
-    sizes = {
-        "d_key": memory.d_key,
-        "d_value": memory.d_value,
-        "learned_initial": False,
-        "dtype": memory.out.weight.dtype,
-    }
-    return Memory(memory.d_model, memory.heads, memory.config.model_copy(update=rule), **{**sizes, **changes})
+    sizes = {"d_key": memory.d_key, "d_value": memory.d_value, "dtype": memory.out.weight.dtype}
+    sizes |= {"learned_initial": False, **changes}
+    return Memory(memory.d_model, memory.heads, memory.config.model_copy(update=rule), **sizes)
 
 
 NO_PLACE: dict[str, dict[str, Any]] = {

@@ -152,42 +152,31 @@ def test_rows_of_a_cache_are_chosen_and_repeated():
 def test_refusals_say_what_does_not_fit():
     from transformers import DynamicCache, StaticCache
 
-    model, ids = made(), tokens(2, 5)
-    with pytest.raises(ConfigError, match="either input_ids or inputs_embeds"):
-        model(ids, inputs_embeds=torch.zeros(2, 5, 16))
-    for wrong, what in (({"input_ids": ids.float()}, "input_ids must be int64 or int32"),
-                        ({"input_ids": ids[0]}, r"input_ids must be int64 or int32 \[B, T\], got torch.int64 \[5\]"),
-                        ({"input_ids": ids, "past_key_values": ()}, "must be a Cache of transformers, got a tuple"),
-                        ({"inputs_embeds": ids}, "inputs_embeds must be"),
-                        ({"inputs_embeds": torch.zeros(5, 16)}, r"\[B, T, d_model\], got \[5, 16\]")):  # fmt: skip
-        with pytest.raises(ShapeError, match=what):
-            model(**wrong)
-    with pytest.raises(ConfigError, match="no 'write_mask'"):
-        model(ids, write_mask=ids > 0)
-    with pytest.raises(ConfigError, match="no attention weights"):
-        model(ids, output_attentions=True)
-    with pytest.raises(ShapeError, match=r"must be \[B, 5\], got \[2, 1, 5, 5\]; documents in one row"):
-        model(ids, attention_mask=torch.ones(2, 1, 5, 5))
-    with pytest.raises(ShapeError, match=r"must be \[B, 5\], got \[2, 4\]"):
-        model(ids, attention_mask=torch.ones(2, 4))
-    with pytest.raises(ShapeError, match="cu_seq_lens_q must be of one row and end at its 5 tokens"):
-        model(ids[:1], cu_seq_lens_q=torch.tensor([0, 2, 4]))
-    with pytest.raises(ShapeError, match=r"0\.\.16, the vocabulary, got 1\.\.17"):
-        model(torch.tensor([[1, VOCABULARY]]))
-    other = DynamicCache()
+    model, ids, zeros = made(), tokens(2, 5), torch.zeros(2, 5, 16)
+    other, mask = DynamicCache(), torch.ones(2, 8, dtype=torch.long)
     other.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
-    with pytest.raises(ConfigError, match="keys and values of another model"):
-        model(ids, past_key_values=other)
-    cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ConfigError, match="has 2 layers, the model 3"):
-        made(layers=3)(ids, past_key_values=cache)
-    with pytest.raises(ConfigError, match=r"crop\(-2\): a memory takes back what it has recorded alone"):
-        cache.crop(-2)
-    with pytest.raises(ConfigError, match="has a StaticLayer"):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=9))
-    with pytest.raises(ConfigError, match="no keys and values"):
-        cache.update(ids, ids, 0)
-    mask = torch.ones(2, 8, dtype=torch.long)
+    cache, static = model(ids, use_cache=True).past_key_values, StaticCache(config=model.config, max_cache_len=9)
     mask[1, 4] = 0  # the cache has written it
-    with pytest.raises(ConfigError, match="attention_mask differs in row 1"):
-        model(ids[:, :3], attention_mask=mask, past_key_values=cache)
+    beyond, cut, square = torch.tensor([[1, VOCABULARY]]), torch.tensor([0, 2, 4]), torch.ones(2, 1, 5, 5)
+    for error, words, call in (
+        (ConfigError, "either input_ids or inputs_embeds", lambda: model(ids, inputs_embeds=zeros)),
+        (ShapeError, "input_ids must be int64 or int32", lambda: model(input_ids=ids.float())),
+        (ShapeError, r"int64 or int32 \[B, T\], got torch.int64 \[5\]", lambda: model(input_ids=ids[0])),
+        (ShapeError, "must be a Cache of transformers, got a tuple", lambda: model(ids, past_key_values=())),
+        (ShapeError, "inputs_embeds must be", lambda: model(inputs_embeds=ids)),
+        (ShapeError, r"\[B, T, d_model\], got \[5, 16\]", lambda: model(inputs_embeds=zeros[0])),
+        (ConfigError, "no 'write_mask'", lambda: model(ids, write_mask=ids > 0)),
+        (ConfigError, "no attention weights", lambda: model(ids, output_attentions=True)),
+        (ShapeError, r"must be \[B, 5\], got \[2, 1, 5, 5\]; documents in one row", lambda: model(ids, square)),
+        (ShapeError, r"must be \[B, 5\], got \[2, 4\]", lambda: model(ids, attention_mask=torch.ones(2, 4))),
+        (ShapeError, "must be of one row and end at its 5 tokens", lambda: model(ids[:1], cu_seq_lens_q=cut)),
+        (ShapeError, r"0\.\.16, the vocabulary, got 1\.\.17", lambda: model(beyond)),
+        (ConfigError, "keys and values of another model", lambda: model(ids, past_key_values=other)),
+        (ConfigError, "has 2 layers, the model 3", lambda: made(layers=3)(ids, past_key_values=cache)),
+        (ConfigError, r"crop\(-2\): a memory takes back what it has recorded alone", lambda: cache.crop(-2)),
+        (ConfigError, "has a StaticLayer", lambda: model(ids, past_key_values=static)),
+        (ConfigError, "no keys and values", lambda: cache.update(ids, ids, 0)),
+        (ConfigError, "attention_mask differs in row 1", lambda: model(ids[:, :3], mask, past_key_values=cache)),
+    ):
+        with pytest.raises(error, match=words):
+            call()

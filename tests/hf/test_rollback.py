@@ -86,7 +86,7 @@ def rejected(model: Any, assistant: Any, length: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.spec("HF-GEN-D2")
 def test_drafts_that_are_often_wrong_give_what_greedy_gives(kind, monkeypatch):
-    assert rejected(of(kind), of(kind, noise=0.6), 24 if kind != "hope" else 12, monkeypatch) >= 0.3
+    assert rejected(of(kind), of(kind, noise=0.6), 12, monkeypatch) >= 0.3
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_what_was_taken_back_was_never_seen(kind):
     with torch.no_grad():
         start = model(ids[:, :20], use_cache=True).past_key_values
         start.activate_past_recording()
-        for count in (1, 2, 7, 33, WINDOW - 1, WINDOW):
+        for count in (1, 33, WINDOW - 1, WINDOW):
             kept = 21 + WINDOW - count
             cache, never = copy.deepcopy(start), copy.deepcopy(start)
             model(ids[:, 20 : 21 + WINDOW], past_key_values=cache)  # one call, of which the first token is too old
@@ -156,6 +156,7 @@ def test_padding_and_rows_come_along():
 
 @pytest.mark.spec("HF-CACHE-D3")
 def test_what_is_not_recorded_is_not_taken_back():
+    gc.freeze()  # what is there already is not looked through below
     model, ids = of("gated_delta"), tokens(1, 90)
     cache = model.new_cache()
     assert not cache.is_croppable
@@ -179,6 +180,7 @@ def test_what_is_not_recorded_is_not_taken_back():
     assert cache.get_seq_length() == 96 - WINDOW and cache.layers[0].written.tolist() == [96 - WINDOW]
     del model
     gc.collect()
+    gc.unfreeze()
     with pytest.raises(ConfigError, match="the model that wrote the cache is gone"):
         cache.crop(-1)
 
@@ -324,7 +326,7 @@ def test_drafts_of_grafted_models(family, how):
     for each in (model, drafter):
         own = each.generation_config
         own.assistant_confidence_threshold, own.num_assistant_tokens, own.max_matching_ngram_size = 0, 5, 1
-    ask: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    ask: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     ids = IDS[:1]
     expected = model.generate(ids, **ask)
     assert len(set(expected[0].tolist())) > 4

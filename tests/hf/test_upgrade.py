@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hecate.errors import ConfigError
 from hecate.hf import adopt, from_layer, release, upgrade
 from hecate.hf.upgrade import NOT_WIDER, WIDER, Hosted, rule_name
 from hecate.rule import RULES
-from tests.hf.common import IDS, goes_on, logits, off, takes_back
+from tests.hf.common import IDS, goes_on, logits, off, takes_back, tuned
 from tests.hf.families import built
 from tests.hf.test_adopt import greedy, model_of
 from tests.hf.test_layers import DELTA, linear
@@ -35,6 +36,14 @@ def hosted(model: Any) -> Any:
     return model
 
 
+@cache
+def said_by(family: str) -> tuple[Tensor, Tensor, Tensor, dict[str, torch.Size]]:
+    """What a family's model says, the same with its layers as memories, and how it goes on; the shapes of those."""
+    plain, model = hosted(model_of(family)), model_of(family)
+    shapes = {name: p.shape for name, p in plain.named_parameters()}
+    return logits(model), logits(plain), greedy(model, IDS[:1, :20], 6), shapes
+
+
 def moved(model: Any, names: tuple[str, ...]) -> Any:
     """The model with its new parameters off their start, so that its rule is the richer one."""
     source = torch.Generator().manual_seed(4)
@@ -48,18 +57,16 @@ def moved(model: Any, names: tuple[str, ...]) -> Any:
 @pytest.mark.spec("HF-UPGRADE-D1")
 @pytest.mark.parametrize(("family", "rule"), CASES)
 def test_the_same_function_and_alive(family, rule):
-    plain, model = hosted(model_of(family)), copy.deepcopy(model_of(family))
-    before, tokens = logits(model), greedy(model, IDS[:1, :20], 16)
+    model, (before, plain, tokens, old) = copy.deepcopy(model_of(family)), said_by(family)
     report = upgrade(model, rule)
     assert len(report.layers) == 1 and f"1 layer runs {rule}, which adds {WIDER[rule].adds}" in str(report)
-    assert off(logits(model), logits(plain)) < 3e-7
+    assert off(logits(model), plain) < 3e-7
     assert off(logits(model), before) < 1e-6  # what from_layer's memory is off by itself
-    assert torch.equal(greedy(model, IDS[:1, :20], 16), tokens)
+    assert torch.equal(greedy(model, IDS[:1, :20], 6), tokens)
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     sizes = {name: p.grad.abs().mean() for name, p in model.named_parameters() if p.grad is not None}
     median = torch.stack([*sizes.values()]).median()
     assert report.new and all(sizes[name] > 1e-3 * median for name in report.new)
-    old = {name: p.shape for name, p in plain.named_parameters()}
     own = {name for name, p in model.named_parameters() if old.get(name) != p.shape}
     assert own == set(report.new)
     assert off(logits(moved(model, report.new)), before) > 1e-4
@@ -94,14 +101,7 @@ def test_it_trains_alone_or_with_the_rest(train):
     model = copy.deepcopy(model_of("qwen3_next"))
     report = upgrade(model, "gated_delta_2", train=train)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    losses = []
-    for _ in range(12):
-        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = tuned(model, 12)
     assert losses[-1] < losses[0] - (0.01 if train == "new" else 0.5)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == set(report.new) if train == "new" else changed > set(report.new)

@@ -222,26 +222,23 @@ def test_tokens_that_do_not_fire_are_not_recalled(generator):
 
 
 def test_errors(generator):
-    layer = LAYERS["memory"](generator)
-    x = drawn(generator, 1, 3, WIDTH)
-    with pytest.raises(ConfigError, match="Linear has no memories to look at"):
-        look(nn.Linear(WIDTH, WIDTH), x)
-    with pytest.raises(ShapeError, match="no tokens to look at"):
-        look(layer, x[:, :0])
-    with pytest.raises(ConfigError, match="no memory was written"):
-        look(layer, x, write_mask=torch.zeros(1, 3, dtype=torch.bool))
+    layer, x = LAYERS["memory"](generator), drawn(generator, 1, 3, WIDTH)
+    recall, nothing = look(layer, x)["memory"].recall, torch.zeros(1, 3, dtype=torch.bool)
+    for words, call in {
+        "Linear has no memories to look at": lambda: look(nn.Linear(WIDTH, WIDTH), x),
+        "no memory was written": lambda: look(layer, x, write_mask=nothing),
+        "model must be an nn.Module, got None": lambda: look(None, x),
+        "name: must be 'cosine'": lambda: recall.by_age("cosin"),
+        "there are 1 sequences, got row 1": lambda: recall.by_age(row=1),
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            call()
     for points in (0, 2.5, "2", True):
         with pytest.raises(ConfigError, match="points: must be an integer of at least 1"):
             look(layer, x, points=points)
-    with pytest.raises(ConfigError, match="model must be an nn.Module, got None"):
-        look(None, x)
-    with pytest.raises(ShapeError, match="x must be a tensor"):
-        look(layer, x.tolist())
-    recall = look(layer, x)["memory"].recall
-    with pytest.raises(ConfigError, match="name: must be 'cosine'"):
-        recall.by_age("cosin")
-    with pytest.raises(ConfigError, match="there are 1 sequences, got row 1"):
-        recall.by_age(row=1)
+    for given, words in ((x[:, :0], "no tokens to look at"), (x.tolist(), "x must be a tensor")):
+        with pytest.raises(ShapeError, match=words):
+            look(layer, given)
 
 
 def test_a_compiled_model_is_looked_at_inside(generator):

@@ -126,11 +126,8 @@ def test_gates_are_filled_in():
     config = config_of(retention={"kind": "decay", "retain": 0.9}, algorithm="momentum")
     asked = asked_of(config, length=4)
     view = MemoryView("m", [asked._replace(gates=Gates(lr=0.25))])
-    assert {name: gate.unique().tolist() for name, gate in view.gates.items()} == {
-        "lr": [0.25],
-        "retain": [0.9],
-        "momentum": [0.9],
-    }
+    filled = {name: gate.unique().tolist() for name, gate in view.gates.items()}
+    assert filled == {"lr": [0.25], "retain": [0.9], "momentum": [0.9]}
     assert set(MemoryView("m", [asked_of(config_of())]).gates) == {"lr"}
 
 

@@ -1,5 +1,7 @@
 """Blocks of levels, self-referential memories and attention: streaming, sizes, refusals."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -13,19 +15,9 @@ from hecate.train import load_experiment
 from tests.models.test_language_model import GATED, config_of, model_of, tokens_of
 from tests.nn.layers import drawn_alike, in_pieces, leaves, near, seeded
 
-LEVELS = [
-    {"name": "fast", "memory": "titans_linear"},
-    {
-        "name": "slow",
-        "period": 3,
-        "memory": {
-            "retention": "decay",
-            "algorithm": {"kind": "gd", "lr": 0.2},
-            "feature_map": "elu",
-            "key_norm": "l2",
-        },
-    },
-]
+SLOW = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.2}, "feature_map": "elu", "key_norm": "l2"}
+LEVELS = [{"name": "fast", "memory": "titans_linear"}, {"name": "slow", "period": 3, "memory": SLOW}]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 DELTA = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.4}, "decay_order": "before_gradient"}
 MIXERS = {
     "plain": ({"memory": GATED, "tie_embeddings": False}, Memory, None),
@@ -71,8 +63,9 @@ def test_the_future_changes_nothing_and_all_learn(name):
 
 @pytest.mark.spec("NN-MEM-I13")
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of norms under autocast
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*zip(MIXERS, cycle(DTYPES), strict=False), *(("plain", dtype) for dtype in DTYPES[1:])]
+)
 @torch.no_grad()
 def test_a_token_alone_has_the_bits_of_the_long_way_and_is_heard(name, dtype, monkeypatch):
     """A part with a hook is called as torch calls modules, which is the long way."""

@@ -4,20 +4,15 @@ import torch
 from torch import nn
 
 from hecate.nn import Composed, Memory, SlidingAttention
-from tests.nn.layers import seeded
+from tests.nn.layers import inputs as narrow
+from tests.nn.layers import seeded, shaken
 from tests.reference.attention import Attention, Hebbian
 
 D_MODEL, HEADS = 16, 2
 
 
-def shaken(layer, seed=1, shake=0.3):
-    """The layer with parameters off their starting values."""
-    generator = seeded(seed)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter += shake * noise / parameter.shape[-1] ** 0.5
-    return layer
+def inputs(batch=2, length=9, *, seed=2):
+    return narrow(batch, length, seed=seed, width=D_MODEL)
 
 
 def sliding_of(window=5, *, seed=0, **options):

@@ -39,17 +39,21 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def layer_of(config: Any = None, *, seed: int = 0, shake: float = 0.3, **options: Any) -> Memory:
-    """A layer whose parameters are off their starting values, so that no gate is a constant."""
-    adds = isinstance(config, MemoryConfig) and getattr(config.structure, "residual", False)
-    options = {"d_key": D_KEY, "d_value": D_KEY if adds else D_VALUE, **options}
-    layer = Memory(D_MODEL, HEADS, config, generator=seeded(seed), **options)
-    generator = seeded(seed + 1)
+def shaken(layer: Any, seed: int = 1, shake: float = 0.3) -> Any:
+    """The layer with parameters off their starting values."""
+    generator = seeded(seed)
     with torch.no_grad():
         for parameter in layer.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter += shake * noise / parameter.shape[-1] ** 0.5
     return layer
+
+
+def layer_of(config: Any = None, *, seed: int = 0, shake: float = 0.3, **options: Any) -> Memory:
+    """A layer whose parameters are off their starting values, so that no gate is a constant."""
+    adds = isinstance(config, MemoryConfig) and getattr(config.structure, "residual", False)
+    options = {"d_key": D_KEY, "d_value": D_KEY if adds else D_VALUE, **options}
+    return shaken(Memory(D_MODEL, HEADS, config, generator=seeded(seed), **options), seed + 1, shake)
 
 
 def inputs(batch: int = 2, length: int = 7, *, seed: int = 2, width: int = D_MODEL) -> Tensor:
@@ -84,6 +88,13 @@ def near(got: Any, expected: Any, tolerance: float = 1e-12, what: str = "") -> N
         a, b = a.detach().double(), b.detach().double()
         error, size = float((a - b).norm()), float(b.norm())
         assert error <= tolerance * max(size, 1.0), f"{what}: {error:.2e} against {size:.2e}"
+
+
+def near_with_slopes(y: Tensor, expected: Tensor, inputs: list[Tensor], slopes: float = 1e-10) -> None:
+    """Two outputs agree, and so do their gradients for a random cotangent."""
+    near(y, expected, 1e-10)
+    probe = torch.randn(y.shape, generator=seeded(4))
+    near(*(torch.autograd.grad((item * probe).sum(), inputs) for item in (y, expected)), slopes, "gradients")
 
 
 def same_memory(got: LayerState, expected: LayerState, tolerance: float = 1e-12) -> None:

@@ -40,13 +40,8 @@ def phis(feature_map, params, groups):
         return [favor(w) for w in params["frozen"]["w"].expand(groups, -1, -1)]
     if feature_map.kind == "t2r":
         return [t2r(*pair) for pair in zip(*params["learned"].values(), strict=True)]
-    plain = {
-        "elu": reference.elu,
-        "relu": reference.relu,
-        "identity": reference.identity,
-        "cosformer": reference.cosformer(50),
-    }
-    return [plain[feature_map.kind]] * groups
+    kind = feature_map.kind
+    return [reference.cosformer(50) if kind == "cosformer" else getattr(reference, kind)] * groups
 
 
 class Case:
@@ -63,14 +58,13 @@ class Case:
         groups=2,
         positions="none",
         masks=(),
-        seed=0,
         **options,
     ):
         options.setdefault("causal", True)
         self.map = FeatureMap.model_validate(MAPS[feature_map])
         self.positions = Position.model_validate(positions)
         self.options, self.groups = options, groups
-        generator = seeded(seed)
+        generator = seeded()
         keys = length if keys is None else keys
         shapes = ((length, heads, D_KEY), (keys, groups, D_KEY), (keys, groups, D_VALUE))
         self.qkv = [torch.randn(batch, *shape, generator=generator, requires_grad=True) for shape in shapes]

@@ -40,20 +40,22 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def missing(module: nn.Module, call: Callable[..., Any], lengths: tuple[int, ...] = (1, CHUNK - 1)) -> set[str]:
-    """Parameters that some call leaves without a gradient."""
+def missing(module: nn.Module, call: Callable[..., Any]) -> set[str]:
+    """Parameters that some call, of one token or of a chunk's all but one, leaves without a gradient."""
     found: set[str] = set()
-    for length in lengths:
-        every = torch.ones(2, length, dtype=torch.bool)
-        odd = (torch.arange(length) % 2 == 1).expand(2, -1)
-        for masks in ({}, {"write_mask": ~every}, {"write_mask": odd}, {"reset_mask": every}):
-            module.zero_grad(set_to_none=True)
-            call(length, **masks)[0].square().sum().backward()
-            for name, p in module.named_parameters():
-                if p.grad is None:
-                    found.add(f"{name}: {length} tokens, {list(masks)}")
-                else:
-                    assert p.grad.isfinite().all(), name
+    every, one = (torch.ones(2, length, dtype=torch.bool) for length in (CHUNK - 1, 1))
+    odd = (torch.arange(CHUNK - 1) % 2 == 1).expand(2, -1)
+    for length, masks in (
+        (1, {}), (1, {"write_mask": ~one}), (1, {"reset_mask": one}),
+        (CHUNK - 1, {}), (CHUNK - 1, {"write_mask": odd}), (CHUNK - 1, {"write_mask": ~every, "reset_mask": every}),
+    ):  # fmt: skip
+        module.zero_grad(set_to_none=True)
+        call(length, **masks)[0].square().sum().backward()
+        for name, p in module.named_parameters():
+            if p.grad is None:
+                found.add(f"{name}: {length} tokens, {list(masks)}")
+            else:
+                assert p.grad.isfinite().all(), name
     return found
 
 

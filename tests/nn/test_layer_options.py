@@ -83,11 +83,8 @@ def reference(layer: Memory, x: Tensor, options: dict[str, Any], *, bounded: boo
         own = head * groups // HEADS  # keys serve heads that follow one another
         q1, k1 = (z[..., own * D_KEY : (own + 1) * D_KEY] for z in (q, k))
         q1, k1 = (z / torch.sqrt((z * z).sum(-1, keepdim=True) + eps) for z in (q1, k1))
-        v1, memory, found = (
-            v[..., head * D_VALUE : (head + 1) * D_VALUE],
-            p["initial.weight"][head].expand(2, -1, -1),
-            [],
-        )
+        v1, memory = v[..., head * D_VALUE : (head + 1) * D_VALUE], p["initial.weight"][head].expand(2, -1, -1)
+        found = []
         for t in range(TOKENS):
             memory = retain[:, t, head, None, None] * memory
             error = v1[:, t] - torch.einsum("bvk,bk->bv", memory, k1[:, t])

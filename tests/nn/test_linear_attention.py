@@ -156,6 +156,7 @@ STREAMS = {
     "before": {"positions": "rotary"},
     "numerator": {"positions": {"kind": "rotary", "where": "numerator"}},
     "string": {"positions": {"kind": "circulant_string", "where": "numerator"}},
+    "polar": {"positions": {"kind": "polar", "base": 100.0}, "feature_map": "softplus"},
     "decay": {"positions": {"kind": "relative", "form": "linear"}},
 }
 
@@ -251,7 +252,7 @@ def test_second_derivatives(options, causal):
         y, state = layer(x, write_mask=write)
         return y, state.memory["weight"]
 
-    assert torch.autograd.gradcheck(run, (x,))
+    assert torch.autograd.gradcheck(run, (x,), fast_mode=True)
     assert torch.autograd.gradgradcheck(run, (x,), fast_mode=True)
 
 
@@ -280,13 +281,8 @@ def test_draws_copies_meta_and_names():
 
     layer = drawn_alike(built)
     expected = layer.state_dict()
-    assert sorted(expected) == [
-        "key_value.weight",
-        "out.weight",
-        "phi_frozen.w",
-        "position_params.circulant",
-        "query.weight",
-    ]
+    weights = ["key_value.weight", "out.weight", "query.weight"]
+    assert sorted(expected) == sorted([*weights, "phi_frozen.w", "position_params.circulant"])
     assert [name for name, _ in layer.named_buffers()] == ["phi_frozen.w"]
     assert expected["phi_frozen.w"].shape[0] == 2 and expected["phi_frozen.w"].std() > 0.1
     assert "kv_heads=2" in repr(layer) and "'favor'" in repr(layer)
@@ -349,7 +345,7 @@ def calls():
     plain, all_, cross = layer_of(), layer_of(causal=False), layer_of(causal=False, d_context=5)
     other = layer_of(normalizer="none")
     write = torch.ones(2, 3, dtype=torch.bool)
-    state = plain(x)[1]
+    state, polar = plain(x)[1], layer_of(positions="polar", kv_heads=HEADS, normalizer="none")
     return {
         "built for self-attention": lambda: plain(x, context=context),
         "needs a context, or the state": lambda: cross(x),
@@ -362,6 +358,7 @@ def calls():
         "cu_seqlens must rise": lambda: plain(x[:1], cu_seqlens=torch.tensor([0, 4])),
         r"state.normalizer must be None here, got torch.float64 \[2, 2, 1, 5\]": lambda: other(x, state),
         r"state.memory\['weight'\] must be \[1, 2, 3, 5\]": lambda: plain(x[:1], state),
+        r"state.memory\['weight'\] must be \[2, 4, 3, 10\]": lambda: polar(x, state._replace(normalizer=None)),
         "state must be the MemoryState that this attention": lambda: plain(x, (x, x)),
         r"x must be \[B, T, 12\]": lambda: plain(context),
         "one query per key, got 3 queries and 4 keys": lambda: linear_attention(

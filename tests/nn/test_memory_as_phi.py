@@ -103,15 +103,18 @@ def test_widths():
 
 @pytest.mark.spec("NN-FEAT-D2")
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="d_value=9 with residual=True"):
-        FeatureMemoryConfig(d_value=9)
-    with pytest.raises(ConfigError, match="d_value=9 in a self-referential memory"):
-        SelfReferential(12, 2, feature_memory={"residual": False, "d_value": 9})
+    wide = {"residual": False, "d_value": 9}
+    for words, build in {
+        "d_value=9 with residual=True": lambda: FeatureMemoryConfig(d_value=9),
+        "d_value=9 in a self-referential memory": lambda: SelfReferential(12, 2, feature_memory=wide),
+        "residual: unknown field": lambda: Memory(12, 2, FeatureMemoryConfig(residual=False)),
+        "feature_memory: .* width 32 and values width 9": lambda: LanguageModelConfig(
+            vocab_size=5, feature_memory={**wide, "structure": "vector"}
+        ),
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            build()
     SelfReferential(12, 2, feature_memory={"residual": False})(inputs())
-    with pytest.raises(ConfigError, match="residual: unknown field"):
-        Memory(12, 2, FeatureMemoryConfig(residual=False))  # no memory but a feature memory
-    with pytest.raises(ConfigError, match="feature_memory: .* width 32 and values width 7"):
-        LanguageModelConfig(vocab_size=5, feature_memory={"residual": False, "d_value": 7, "structure": "vector"})
     plain = Memory(12, 2, OUTER, feature_memory=MemoryConfig(retention="decay"))
     assert plain.feature_memory.config == FeatureMemoryConfig(retention="decay")
     q, v = torch.ones(1, 2, 1, 2), torch.ones(1, 2, 1, 3)

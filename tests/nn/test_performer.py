@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import PerformerAttention
-from tests.nn.attentions import D_MODEL, HEADS, masks_of, shaken
-from tests.nn.layers import drawn_alike, near, seeded
-from tests.nn.layers import inputs as narrow
+from tests.nn.attentions import D_MODEL, HEADS, inputs, masks_of
+from tests.nn.layers import drawn_alike, near, seeded, shaken
 from tests.reference import transformer as reference
 
 LENGTH = 9
@@ -25,10 +24,6 @@ KERNELS = {
     "trigonometric": {"kernel": "trigonometric", "normalizer": "none"},
 }
 every_kernel = pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS)
-
-
-def inputs(batch=2, length=LENGTH, *, seed=2):
-    return narrow(batch, length, seed=seed, width=D_MODEL)
 
 
 def layer_of(seed=0, **options):

@@ -117,10 +117,9 @@ def descends(rule: Rule, schedule: Any = None, contiguous: bool = True, **more: 
 def check_descends(rule: Rule) -> None:
     schedulers = torch.optim.lr_scheduler
     descends(rule)
-    descends(rule, contiguous=False)
+    descends(rule, [lambda o: schedulers.ExponentialLR(o, 0.99)], contiguous=False)
     if rule.maximize:
         descends(rule, maximize=True)
-    descends(rule, [lambda o: schedulers.ExponentialLR(o, 0.99)])
     descends(rule, [lambda o: schedulers.StepLR(o, 10, 0.9), schedulers.ReduceLROnPlateau])
     descends(rule, [lambda o: schedulers.LambdaLR(o, lambda t: 1 / (1 + t))])
     if "momentum" in rule([parameters(rule)[0]]).defaults:

@@ -19,8 +19,8 @@ KINDS = {
     "muon": (Muon, {}),
     "m3": (M3, {"slow_period": 2}),
 }
-SLOW = ("tanh", "diagonal", "rows")
-"""Kin of `identity`, at three seconds each."""
+SLOW = ("tanh", "diagonal", "rows", "muon")
+"""Kin of `identity` and of `m3`, at three seconds each."""
 
 
 @pytest.mark.spec("OPT-BASE-I4")
@@ -31,11 +31,8 @@ def test_a_compiled_step_is_the_plain_one(name):
     """Bit for bit with the backend that runs what was traced; the trace breaks as torch's does."""
     cls, options = KINDS[name]
     torch._dynamo.reset()
-    sets = [
-        [torch.nn.Parameter(torch.randn(4, 5, generator=torch.Generator().manual_seed(i)))
-         for i in range(2)]
-        for _ in range(2)
-    ]  # fmt: skip
+    draws, count = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)), 2 if name == "identity" else 1
+    sets = [[torch.nn.Parameter(draw.clone()) for draw in draws[:count]] for _ in range(2)]
     plain, compiled = (cls(params, 0.1, **options) for params in sets)
     traced = CompileCounter()
     step = torch.compile(compiled.step, backend=traced)

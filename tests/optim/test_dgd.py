@@ -57,7 +57,7 @@ def test_reference(batch, reduction, decay):
     made = layer()
     optimizer = attached(made, batch=batch, reduction=reduction, weight_decay=decay)
     plain, worst = made.weight.detach().numpy().copy(), 0.0
-    for step in range(100):
+    for step in range(30):
         x, target = draw(2, 3, 5, seed=3 * step), draw(2, 3, 3, seed=3 * step + 1)
         optimizer.zero_grad()
         loss(made(x), target, reduction).backward()
@@ -275,6 +275,7 @@ def test_samples_are_not_counted_twice():
 @pytest.mark.parametrize("copied", [deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_of_a_layer_alone_keeps_no_samples(copied):
     """Neither for the optimiser of the layer it comes from nor for nobody, which would be a leak."""
+    gc.freeze()  # what is there already is not counted below
     made = layer()
     optimizer, x = attached(made), draw(4, 5, seed=1)
     made(x).sum().backward()
@@ -283,7 +284,8 @@ def test_a_copy_of_a_layer_alone_keeps_no_samples(copied):
     for _ in range(3):
         alone(x).sum().backward()
     del made
-    assert sum(type(each) is Samples for each in gc.get_objects()) == before
+    assert sum(type(each) is Samples for each in gc.get_objects()) == before > 0
+    gc.unfreeze()
     optimizer.step()
     own = attached(alone)
     alone.zero_grad()

@@ -92,8 +92,9 @@ def test_asking_a_fresh_one_for_its_state_changes_no_later_step(name):
 
 @pytest.mark.spec("OPT-BASE-I1", "OPTIM-LEVEL-I3")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("cut", [1, 5])
-@every
+@pytest.mark.parametrize(
+    ("name", "cut"), [*((name, 5) for name in MADE), *((name, 1) for name in MADE if "leveled" in name)]
+)
 def test_a_checkpoint_on_disk_continues_bit_for_bit(name, cut, tmp_path):
     """`dcp.load` reads what a fresh state asks for and no more: windows have to be among it."""
     one, two = model(), model()

@@ -53,9 +53,10 @@ def weights(seed: int = 0, *shape: int) -> torch.nn.Parameter:
 @pytest.mark.spec("OPT-PHI-I1")
 @pytest.mark.parametrize("made", EVERY, ids=label)
 def test_zero_gradient_moves_nothing(made):
-    first = made in FIRST
-    ways = [*product(LIFTS, [False]), *product(["vjp", "prefix"], [True, None])] if first else [("vjp", None)]
-    for (lift, odd), space in product(ways, ("weight", "phi")):
+    """Every map by every lift, and both of these in either space."""
+    ways = [*product(LIFTS, [False]), ("vjp", True), ("prefix", None)] if made in FIRST else [("prefix", True)]
+    for at, (lift, odd) in enumerate([*ways, ("vjp", None)], EVERY.index(made)):
+        space = ("weight", "phi")[at % 2]
         w, wide = weights(), weights(1, 3, 5, 1)
         if odd and made.parity == "even":  # which has no odd part
             continue

@@ -43,7 +43,7 @@ def test_reference(name, keys, unit):
     )  # fmt: skip
     mine, memory = w.detach().numpy().copy(), 0.0
     rng = np.random.default_rng(5)
-    for _ in range(100):
+    for _ in range(30):
         g = 0.3 * (mine - 1) + 0.2 * rng.normal(size=mine.shape)
         memory, mine = reference.kernel_step(memory, mine, g, plain, 0.001, 0.8, columns=keys == "columns", unit=unit)
         w.grad = torch.tensor(g)

@@ -17,17 +17,30 @@ def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64):
     return torch.nn.Parameter(draw.to(dtype))
 
 
-def follow(w, optimizer, ref, steps: int = 100) -> float:
-    """The largest difference from a reference over some steps, over the largest weight."""
+def follow(w, optimizer, ref, zeros: float = 0.0) -> float:
+    """The largest difference from a reference over 30 steps on a noisy quadratic, over the largest weight.
+
+    With a chance of `zeros` a gradient has a row of zeros."""
     rng, plain, worst = np.random.default_rng(7), np.atleast_2d(w.detach().numpy().copy()), 0.0
-    for _ in range(steps):
+    for _ in range(30):
         g = 0.3 * (plain - 1) + 0.2 * rng.normal(size=plain.shape)
+        if rng.random() < zeros:
+            g[rng.integers(len(g))] = 0
         plain = ref.step(plain, g)
         w.grad = torch.tensor(g).reshape(w.shape)
         optimizer.step()
         found = w.detach().numpy().reshape(plain.shape)
         worst = max(worst, np.abs(found - plain).max() / np.abs(plain).max())
     return worst
+
+
+def side_by_side(steps: int, *pairs) -> None:
+    """Steps of optimisers, each with its parameters, on the same gradients."""
+    for step in range(steps):
+        for params, optimizer in pairs:
+            for i, p in enumerate(params):
+                p.grad = parameter(*p.shape, seed=100 * step + i, dtype=p.dtype).detach()
+            optimizer.step()
 
 
 @pytest.mark.spec("OPT-MUON-D1", "OPT-ORTH-D1")
@@ -52,13 +65,7 @@ def test_muon_is_torchs_bit_for_bit(dtype, nesterov, how):
     shared = {"lr": 0.02, "weight_decay": 0.05, "nesterov": nesterov, "adjust_lr_fn": how}
     muon = torch.optim.Muon(theirs, **shared)
     mine = Muon(ours, ns_dtype=torch.bfloat16, foreach=False, **shared)
-    draws = torch.Generator().manual_seed(5)
-    for _ in range(12):
-        for a, b in zip(theirs, ours, strict=True):
-            a.grad = torch.randn(a.shape, generator=draws, dtype=dtype)
-            b.grad = a.grad.clone()
-        muon.step()
-        mine.step()
+    side_by_side(12, (theirs, muon), (ours, mine))
     for a, b in zip(theirs, ours, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(muon.state[a]["momentum_buffer"], mine.state[b]["momentum"])
@@ -105,11 +112,7 @@ def test_m3_without_its_slow_part_is_muon(how, ns_dtype):
     one, two = parameter(5, 7), parameter(5, 7)
     muon = Muon([one], 0.02, nesterov=False, ns_dtype=ns_dtype)
     m3 = M3([two], 0.02, slow=0.0, weight_decay=0.1, accumulate=how, ns_dtype=ns_dtype)
-    for step in range(20):
-        one.grad = parameter(5, 7, seed=step).detach()
-        two.grad = one.grad.clone()
-        muon.step()
-        m3.step()
+    side_by_side(20, ([one], muon), ([two], m3))
     assert torch.equal(one, two)
 
 
@@ -136,12 +139,7 @@ def test_m3_goes_on_from_a_state_without_the_choice():
 @pytest.mark.spec("OPT-MUON-D1")
 def test_small_matrices_of_one_shape_go_together():
     ours, alone = ([parameter(4, 6, seed=i) for i in range(5)] for _ in "ab")
-    for params, foreach in ((ours, None), (alone, False)):
-        optimizer = Muon(params, 0.05, foreach=foreach)
-        for step in range(5):
-            for i, p in enumerate(params):
-                p.grad = parameter(4, 6, seed=10 * step + i).detach()
-            optimizer.step()
+    side_by_side(5, (ours, Muon(ours, 0.05)), (alone, Muon(alone, 0.05, foreach=False)))
     for a, b in zip(ours, alone, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
@@ -151,11 +149,7 @@ def test_orthogonalized_phi_momentum_is_muon_but_for_the_scale_of_its_momentum()
     one, two = parameter(4, 4), parameter(4, 4)
     muon = Muon([one], 0.02, 0.0, 0.9, nesterov=False)
     mine = PhiMomentum([two], 0.02, 0.9, orthogonalize=True)
-    for step in range(10):
-        one.grad = parameter(4, 4, seed=step).detach()
-        two.grad = one.grad.clone()
-        muon.step()
-        mine.step()
+    side_by_side(10, ([one], muon), ([two], mine))
     torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 

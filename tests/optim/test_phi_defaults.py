@@ -10,7 +10,7 @@ from hecate.errors import ConfigError, StabilityWarning
 from hecate.optim import PhiMomentum
 from tests.optim.test_fixed_points_and_descent import EVERY, label
 
-SIZES = (1e-6, 1.0, 10.0, 1e6)
+SIZES = (1e-6, 3.0, 1e6)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -77,33 +77,6 @@ def test_updates_that_do_not_descend_are_warned_of_with_their_cosine(dtype):
     with pytest.warns(UserWarning, match="rows of 1 by 'softmax' and lift 'vjp' have the cosine"):
         PhiMomentum([torch.nn.Parameter(torch.zeros((), dtype=dtype))], feature_map="softmax")
     assert PhiMomentum([w], feature_map=flat).param_groups[0]["lift"] == "pinv"
-
-
-SGD = {  # what the identity needs to be SGD: dtype, weight decay, options
-    "as it comes": (torch.float32, 0.0, {}),
-    "bfloat16": (torch.bfloat16, 0.0, {"state_dtype": "parameter"}),
-    "weight decay": (torch.float32, 0.1, {"decoupled": False}),
-}
-
-
-@pytest.mark.spec("OPT-PHI-R1")
-@pytest.mark.parametrize("name", SGD)
-def test_identity_is_sgd_with_these_options_and_not_without(name):
-    dtype, decay, options = SGD[name]
-    steps = {}
-    for made in (options, {}, None):
-        w = torch.nn.Parameter(draw(7, 5).to(dtype))
-        optimizer = (
-            torch.optim.SGD([w], 1e-2, momentum=0.9, weight_decay=decay)
-            if made is None
-            else PhiMomentum([w], 1e-2, 0.9, weight_decay=decay, **made)
-        )
-        for step in range(20):
-            w.grad = draw(7, 5, seed=step).to(dtype)
-            optimizer.step()
-        steps[str(made)] = w.detach()
-    assert torch.equal(steps[str(options)], steps["None"])
-    assert torch.equal(steps["{}"], steps["None"]) == (not options)
 
 
 @pytest.mark.spec("OPT-LIFT-I3")

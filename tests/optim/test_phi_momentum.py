@@ -8,10 +8,11 @@ import torch
 
 from hecate import phi
 from hecate.optim import PhiMomentum
-from tests.optim.test_muon_and_m3 import parameter
+from tests.optim.test_muon_and_m3 import follow, parameter, side_by_side
 from tests.reference import optim_phi as reference
 
 C = 4  # columns
+ZEROS = 0.2  # the share of gradients with a row of zeros
 
 
 def linear(d_phi: int = 6) -> tuple[phi.Linear, dict, reference.Linear]:
@@ -53,25 +54,14 @@ def halves(features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return features[:, : rows.shape[1]] + 0.5 * rows
 
 
-def gradient(w: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Of a quadratic, with noise and now and then a row of zeros."""
-    g = 0.3 * (w - 1) + 0.2 * rng.normal(size=w.shape)
-    if rng.random() < 0.2:
-        g[rng.integers(len(g))] = 0
-    return g
-
-
 def both(name: str, lift: str, **options):
     """The optimiser on one parameter, and the reference from the same start."""
     made, params, plain = MAPS[name]
     w = parameter(3, C)
     call = {"lift": halves} if lift == "callable" else {"lift": lift}
     call |= {"max_decode_error": 1.0} if lift == "pinv" else {}
-    theirs = dict(options)
-    if "weight_decay" in theirs:
-        theirs["decay"] = theirs.pop("weight_decay")
-    if "input_scale" in theirs:
-        theirs["scale"] = theirs.pop("input_scale")
+    names = {"weight_decay": "decay", "input_scale": "scale"}
+    theirs = {names.get(name, name): value for name, value in options.items()}
     options = {"odd": name == "relu", "input_scale": "none"} | options
     theirs.setdefault("odd", options["odd"])
     optimizer = PhiMomentum([w], lr=0.01, feature_map=made, phi_params={C: params}, **call, **options)
@@ -87,24 +77,12 @@ def both(name: str, lift: str, **options):
     return w, optimizer, ref
 
 
-def follow(w, optimizer, ref, steps: int = 100) -> float:
-    """The largest difference of weights over some steps, over the largest weight."""
-    rng, plain, worst = np.random.default_rng(7), w.detach().numpy().copy(), 0.0
-    for _ in range(steps):
-        g = gradient(plain, rng)
-        plain = ref.step(plain, g)
-        w.grad = torch.tensor(g)
-        optimizer.step()
-        worst = max(worst, np.abs(w.detach().numpy() - plain).max() / np.abs(plain).max())
-    return worst
-
-
 @pytest.mark.spec("OPT-PHI-D1", "OPT-PHI-D2", "OPT-LIFT-D1", "OPT-LIFT-D2", "OPT-LIFT-D4")
 @pytest.mark.parametrize("form", ["torch", "hope"])
 @pytest.mark.parametrize("space", ["weight", "phi"])
 @pytest.mark.parametrize(("name", "lift"), LEGAL)
 def test_reference(name, lift, form, space):
-    assert follow(*both(name, lift, form=form, space=space)) <= 1e-12
+    assert follow(*both(name, lift, form=form, space=space), ZEROS) <= 1e-12
 
 
 @pytest.mark.spec("OPT-PRE-D1", "OPT-PRE-D2", "OPT-PHI-D3")
@@ -134,7 +112,7 @@ def test_reference(name, lift, form, space):
 def test_reference_of_options(name, lift, options):
     w, optimizer, ref = both(name, lift, **options)
     # A root of statistics that are almost singular divides rounding errors by it.
-    assert follow(w, optimizer, ref) <= (1e-9 if options.get("precondition") == "kronecker" else 1e-12)
+    assert follow(w, optimizer, ref, ZEROS) <= (1e-9 if options.get("precondition") == "kronecker" else 1e-12)
     if options.get("guard") and name == "random_fourier":
         assert optimizer.stats["guarded"] >= 0
 
@@ -155,6 +133,7 @@ def test_guard_on_a_lift_that_climbs(guard):
 
 
 SHAPES = [(7, 5), (13,), (3, 2, 3, 3), (), (40, 500)]
+SGD_OPTIONS = [{}, {"nesterov": True}, {"maximize": True}, {"weight_decay": 0.01}]
 
 
 def pair(dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
@@ -162,23 +141,21 @@ def pair(dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], list[torch.nn.Pa
 
 
 @pytest.mark.spec("OPT-PHI-R1")
-@pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}, {"weight_decay": 0.01}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_identity_is_sgd_bit_for_bit(dtype, options, foreach):
+@pytest.mark.parametrize("number", range(12))
+def test_identity_is_sgd_bit_for_bit(number):
+    """Every dtype with every option, and each of them with every way over the parameters."""
+    dtype, options = (torch.float64, torch.float32, torch.bfloat16)[number % 3], SGD_OPTIONS[number // 3]
+    foreach = (None, False, True)[(number + number // 3) % 3]
     theirs, ours = pair(dtype)
     sgd = torch.optim.SGD(theirs, 1e-2, momentum=0.9, foreach=foreach, **options)
     mine = PhiMomentum(ours, 1e-2, 0.9, state_dtype="parameter", decoupled=False, foreach=foreach, **options)
-    draws = torch.Generator().manual_seed(5)
-    for _ in range(30):
-        for a, b in zip(theirs, ours, strict=True):
-            a.grad = torch.randn(a.shape, generator=draws, dtype=torch.float32).to(dtype)
-            b.grad = a.grad.clone()
-        sgd.step()
-        mine.step()
+    usual = PhiMomentum(pair(dtype)[0], 1e-2, 0.9, foreach=foreach, **options)  # whose decay and state are others
+    side_by_side(10, (theirs, sgd), (ours, mine), (usual.param_groups[0]["params"], usual))
     for a, b in zip(theirs, ours, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(sgd.state[a]["momentum_buffer"], mine.state[b]["momentum"])
+    alike = all(map(torch.equal, theirs, usual.param_groups[0]["params"]))
+    assert alike == (dtype != torch.bfloat16 and "weight_decay" not in options)
 
 
 @pytest.mark.spec("OPT-PRE-R1")
@@ -186,12 +163,7 @@ def test_identity_with_a_diagonal_is_rmsprop():
     theirs, ours = pair(torch.float64)
     rms = torch.optim.RMSprop(theirs, 1e-3, alpha=0.95, eps=1e-6, momentum=0.8)
     mine = PhiMomentum(ours, 1e-3, 0.8, precondition="diagonal", retain=0.95, eps=1e-6)
-    for step in range(100):
-        for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-            a.grad = parameter(*a.shape, seed=100 * step + i).detach()
-            b.grad = a.grad.clone()
-        rms.step()
-        mine.step()
+    side_by_side(30, (theirs, rms), (ours, mine))
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -201,11 +173,7 @@ def plain_momentum(steps: int, **options) -> float:
     a, b = parameter(5, C), parameter(5, C)
     sgd = torch.optim.SGD([a], 0.1, momentum=0.9)
     mine = PhiMomentum([b], 0.1, **options)
-    for step in range(steps):
-        a.grad = parameter(5, C, seed=step).detach()
-        b.grad = a.grad.clone()
-        sgd.step()
-        mine.step()
+    side_by_side(steps, ([a], sgd), ([b], mine))
     return float((a - b).detach().abs().max())
 
 
@@ -218,9 +186,9 @@ def test_lifts_that_are_plain_momentum():
         {"feature_map": phi.Polynomial(degree=3), "lift": "prefix"},
     ):
         for space in ("weight", "phi"):
-            assert plain_momentum(50, space=space, **options) < 1e-12, (space, options)
+            assert plain_momentum(20, space=space, **options) < 1e-12, (space, options)
     # In phi space the Jacobian at the present gradient makes it another rule.
-    assert plain_momentum(50, feature_map=phi.CReLU(), lift="vjp", space="weight") < 1e-12
+    assert plain_momentum(20, feature_map=phi.CReLU(), lift="vjp", space="weight") < 1e-12
 
 
 @pytest.mark.spec("OPT-LIFT-R2")
