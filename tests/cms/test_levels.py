@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from hecate.cms import CMS, CMSConfig, LevelConfig
+from hecate.cms import CMS, CMSConfig, CMSState, LevelConfig
 from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning
 from hecate.nn import Memory
 from tests.cms.common import DELTA, JOINS, LEVELS, cms_of, inputs, masks
@@ -214,3 +214,15 @@ def test_a_chain_that_passes_nothing_is_warned_of():
 def test_meta_and_deepcopy(join):
     drawn_alike(lambda seed=0, **how: cms_of(*join, shake=0.0, seed=seed, **how))
     assert cms_of(*join, device="meta")(inputs().to("meta"))[0].shape == (2, 11, 8)
+
+
+@pytest.mark.spec("CMS-LAYER-I1", "CMS-LAYER-I2")
+@every_join
+def test_masked_tokens_change_nothing_that_is_carried(join):
+    layer, x = cms_of(*join), inputs()
+    _, state = layer(x)
+    assert isinstance(state, CMSState) and state.written.tolist() == [11, 11]
+    off = torch.zeros(2, 5, dtype=torch.bool)
+    _, after = layer(inputs(length=5, seed=8), state, write_mask=off)
+    near([level.memory for level in after.levels], [level.memory for level in state.levels], 0.0)
+    assert torch.equal(after.written, state.written)
