@@ -274,7 +274,7 @@ class DGD(MatrixOptimizer):
     in order, each from the w after the step before it, with all gradients those at the first w. Weight decay is applied
     once.
     reduction: how the loss is reduced over samples. With `mean` (the default), a sample's own gradient is n times the
-    one that reaches the layer; with `sum`, it is that one.
+    one that reaches the layer, n over all passes of the step; with `sum`, it is that one.
     unattached: treatment of parameters that are not the weight of an attached layer, such as biases: `refuse`, or
     `sgd`, w <- (1 - lr weight_decay) w - lr gradient.
 
@@ -374,8 +374,8 @@ class DGD(MatrixOptimizer):
         dtype, samples = state_dtype(p, group["state_dtype"]), self._seen[p]
         w = p.to(dtype)
         x = torch.cat([s.inputs for s in samples]).to(dtype)
-        g = torch.cat([len(s.grads) * s.grads if group["reduction"] == "mean" else s.grads
-                       for s in samples]).to(dtype)  # fmt: skip
+        g = torch.cat([s.grads for s in samples]).to(dtype)
+        g = len(g) * g if group["reduction"] == "mean" else g  # those of every pass: the loss of one is a share of it
         g = self._scales.get(p, 1.0) * (-g if group["maximize"] else g)
         c = lr / (1 + lr * (x * x).sum(-1, keepdim=True))
         if group["batch"] == "mean":

@@ -178,11 +178,12 @@ def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, wher
         else:
             more = f"; and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
             what = f"another {part!r} ({'; '.join(lines[:_SHOWN])}{more})"
-        first = lines[0].split(" is ")[0]
-        raise CheckpointError(
-            f"{where} was trained with {what}; resume with the config of its run folder, or let settings differ by "
-            f"name, such as --allow {first}"
-        )
+        first, missing = lines[0].split(" is ")[0], (" is missing there and ", " and missing here")
+        others = any(end in lines[0] for end in missing) or what.startswith("optimizer ")
+        cure = f"let settings differ by name, such as --allow {part if others else first}"
+        if others and part == "optim":  # another optimiser, or other groups, which no name allows
+            cure = "start another run with its parameters, by init_from"
+        raise CheckpointError(f"{where} was trained with {what}; resume with the config of its run folder, or {cure}")
     if fault is not None:
         raise CheckpointError(f"{where} has a config that is not valid: {fault}; use an earlier checkpoint")
 
@@ -502,7 +503,9 @@ def _options(saved: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[st
     if not names or not isinstance(saved, Mapping) or len(saved.get("groups", ())) != len(groups):
         return saved
     whole = {"optim", "optim.optimizer"} & set(names)
-    wanted = None if whole else {name.rpartition(".")[2] for name in names}
+    wanted = None if whole else {
+        "period" if _within("optim.periods", name) else name.rpartition(".")[2] for name in names
+    }  # fmt: skip
     merged = [
         there | {k: v for k, v in options.items() if k in there and k not in MOVING and (wanted is None or k in wanted)}
         for there, options in zip(saved["groups"], groups, strict=True)

@@ -303,3 +303,16 @@ def test_copies_of_an_optimizer_keep_the_multiples_of_a_gradient():
     optimizer.step()
     copy = pickle.loads(pickle.dumps(optimizer))
     assert [float(scale) for scale in copy._scales.values()] == [pytest.approx(0.5)]
+
+
+@pytest.mark.spec("OPT-DGD-D2")
+@pytest.mark.parametrize("batch", ["mean", "sequential"])
+def test_a_mean_in_parts_is_the_mean_of_the_whole(batch):
+    one, two, x, target = layer(), layer(), draw(6, 5, seed=1), draw(6, 3, seed=2)
+    whole, parts = attached(one, batch=batch), attached(two, batch=batch)
+    loss(one(x), target, "mean").backward()
+    for rows in (slice(0, 1), slice(1, 6)):  # as a loop that accumulates does, each loss is its share of the mean
+        (len(x[rows]) / len(x) * loss(two(x[rows]), target[rows], "mean")).backward()
+    whole.step()
+    parts.step()
+    torch.testing.assert_close(one.weight, two.weight, rtol=1e-12, atol=1e-13)

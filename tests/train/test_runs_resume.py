@@ -250,3 +250,17 @@ def test_two_processes_begin_and_go_on_as_one(tmp_path):
         assert rank["loss"] == pytest.approx(one.score.loss, rel=0, abs=2e-6)
     records = read_metrics(tmp_path / "two/metrics.jsonl")
     assert [r["step"] for r in records if r["event"] == "train"] == list(range(1, 21))
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1")
+def test_another_period_may_be_allowed_and_advice_can_be_followed(tmp_path):
+    run(tiny(**TEN, optim={"periods": {"embedding*": 2}}), tmp_path / "run")
+    other = tiny(optim={"periods": {"embedding*": 5}})
+    with pytest.raises(CheckpointError, match=r"embedding\* is 2 there and 5 here\).* --allow optim\.periods"):
+        run(other, tmp_path / "run", resume=True)
+    for optim in ({"optimizer": "sgd"}, {"periods": {}}, {"periods": {"blocks*": 2}}):  # no name would allow these
+        with pytest.raises(CheckpointError, match="start another run with its parameters, by init_from$"):
+            run(tiny(optim=optim), tmp_path / "run", resume=True)
+    _, said = run(other, tmp_path / "run", resume=True, allow=["optim.periods"])
+    assert "allowed: optim.periods was" in said
+    assert {g["period"] for g in last(tmp_path / "run").facts["optimizer"]["groups"]} == {1, 5}
