@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,11 @@ class _Program(TyperGroup):
     def main(self, *args: Any, **how: Any) -> Any:
         asked = {"debug": bool(os.environ.get(terminal.DEBUG))}
         terminal.prepare()
+        given = how.get("args") or sys.argv[1:]
+        empty = {f"{name}=" for name, value in pairwise(given) if not value} | set(given)
         try:
+            for name in {"--out=", "--data="} & empty:  # a path of no characters would be the current folder
+                raise ConfigError(f"{name[:-1]} is empty, as where a variable of the shell is not set; name a folder")
             code = super().main(*args, **{**how, "obj": asked, "standalone_mode": False})
         except SystemExit:
             raise
