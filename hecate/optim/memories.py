@@ -320,7 +320,7 @@ class DGD(MatrixOptimizer):
             for hook in layer._forward_hooks.values():
                 if isinstance(hook, _Watch) and hook.passes() is passes:
                     raise ConfigError("attach would count samples twice: it has this module; remove its handles first")
-        return [m.register_forward_hook(_Watch(self._seen[m.weight])) for m in layers]
+        return [m.register_forward_hook(_Watch(self._seen[m.weight]), with_kwargs=True) for m in layers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and the samples they came from."""
@@ -408,10 +408,10 @@ class _Watch:
         passes = self.passes()
         return _Watch, (Passes() if passes is None else passes,)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         passes = self.passes()
         if passes is not None and isinstance(output, Tensor) and output.requires_grad:
-            inputs = args[0].detach()
+            inputs = (args or tuple(named.values()))[0].detach()
             output.register_hook(lambda grad: passes.append(Samples(_rows(inputs), _rows(grad.detach()))))
 
 

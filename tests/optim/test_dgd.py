@@ -312,7 +312,7 @@ def test_a_mean_in_parts_is_the_mean_of_the_whole(batch):
     whole, parts = attached(one, batch=batch), attached(two, batch=batch)
     loss(one(x), target, "mean").backward()
     for rows in (slice(0, 1), slice(1, 6)):  # as a loop that accumulates does, each loss is its share of the mean
-        (len(x[rows]) / len(x) * loss(two(x[rows]), target[rows], "mean")).backward()
+        (len(x[rows]) / len(x) * loss(two(input=x[rows]), target[rows], "mean")).backward()
     whole.step()
     parts.step()
     torch.testing.assert_close(one.weight, two.weight, rtol=1e-12, atol=1e-13)
