@@ -21,7 +21,7 @@ from hecate.tape import execute, waits
 
 
 def expect_in_place(config: MemoryConfig) -> None:
-    """Refuses configs that need an earlier state, or more than one state without anything beside it."""
+    """Refuses configs that need an earlier state again, or anything beside the one state."""
     if config.on_nonfinite != "propagate":
         raise ConfigError(
             f"in_place=True overwrites the state that on_nonfinite={config.on_nonfinite!r} goes back to; choose "

@@ -1,7 +1,7 @@
-"""The kernels as operators of torch: one node under torch.compile, forward and backward, whatever the length.
+"""The kernels as custom operators of torch: one graph node forward and one backward under torch.compile, at any length.
 
-What a compiler keeps of a graph it may keep on disk, so that a rule goes in as text. Whether the kernels are trusted is
-asked when the operator runs; where they are not, it runs plain torch. [ENG-TRITON-D8]
+A compiler may cache its graphs on disk, so a rule is passed as text. An operator checks when it runs whether the
+kernels are trusted; where they are not, it runs plain torch. [ENG-TRITON-D8]
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ from hecate.variant import Variant
 
 
 def rule_of(config: MemoryConfig, exact: str | None, raw: bool) -> str:
-    """The part of a config that the kernels compute, as text; raw: features too."""
+    """The part of a config that the kernels compute, as text; raw: with the feature map."""
     bias, retention, algorithm, phi = config.forms.texts
-    if exact is not None:  # what blocks know of them
+    if exact is not None:  # block kernels depend on no more
         retention = '"decay"' if config.retention.uses_retain else '"none"'
         algorithm = '"momentum"' if config.algorithm.slots else '"gd"'
     features = ""
@@ -40,7 +40,7 @@ def rule_of(config: MemoryConfig, exact: str | None, raw: bool) -> str:
 def scanned(
     config: MemoryConfig, exact: str | None, raw: bool, tokens: Tokens, carry: Carry, initial: Tensor
 ) -> tuple[Tensor, Carry]:
-    """Outputs and the new state, by the operators."""
+    """Outputs and the new state, through the operators."""
     (memory,), slot = carry.memory, carry.slots[0] if carry.slots else None
     own = (memory, slot, initial, *tokens)
     y, last, last_slot, *_ = matrix_scan(rule_of(config, exact, raw), exact, is_recorded(own), *own)
@@ -48,7 +48,7 @@ def scanned(
 
 
 def config_of(rule: str) -> MemoryConfig:
-    """A config of such a text, in which variants are classes by their names."""
+    """The config of such a text; variants are looked up by their kinds."""
     families = (family._registry.values() for family in Variant.__subclasses__() if "_registry" in vars(family))
     return _config_of(rule, tuple(chain.from_iterable(families)))
 
@@ -59,7 +59,7 @@ def _config_of(rule: str, classes: tuple[type[Variant], ...]) -> MemoryConfig:
 
 
 def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tuple[ByHand, Tensors, bool]:
-    """The kernels, their inputs as `Scan` and `Loop` take them, and whether they are trusted."""
+    """The kernel, its inputs as `Scan` and `Loop` take them, and whether it is trusted."""
     config, (memory, slot, initial, *tokens) = config_of(rule), inputs
     weights, values, retain, given = one((memory,)), one((tokens[2],)), tokens[4], [] if slot is None else [slot]
     there = {
@@ -68,7 +68,7 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
         LOOP: exact is None, NARROW: values.itemsize < weights.itemsize,
     }  # fmt: skip
     flags = tuple(name for name, has in there.items() if has)
-    # Narrow values that were made wide have the precision of narrow ones.
+    # Narrow values that were widened have the precision of narrow ones.
     dtype = torch.bfloat16 if exact == "halves" and values.dtype == torch.float32 else values.dtype
     trusted = interpreting() or (
         find_spec("triton") is not None
@@ -80,9 +80,9 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
 def _record_shapes(
     rule: str, exact: str | None, keeps: bool, memory: Tensor, slot: Tensor | None, v: Tensor, retain: Tensor
 ) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    """Shapes and dtypes of predictions or u, and of states at every segment's start; none where no cotangent needs
+    """Shapes and dtypes of predictions or u, and of the states at every segment's start; empty if no cotangent needs
     them."""
-    # In one row: an axis of one segment would be a graph of its own.
+    # Flat: torch.compile would specialise an axis of one segment into a graph of its own.
     forms, segment, dtype = config_of(rule).forms, SEGMENT, memory.dtype
     if exact is not None:
         linear = forms.target or forms.error
@@ -100,7 +100,7 @@ def matrix_scan(
     phi_q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, write: Tensor | None, reset: Tensor | None,
     phi_w: Tensor | None, retain_value: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, the last memory and slot, and if it keeps them predictions and states at every segment's start."""
+    """y, the last memory and slot, and if it keeps them the predictions and the states at every segment's start."""
     own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
     kernel, inputs, trusted = _kernel(rule, exact, own)
     shapes = _record_shapes(rule, exact, keeps, memory, slot, v, retain)
@@ -133,7 +133,7 @@ def matrix_scan_backward(
     v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, write: Tensor | None, reset: Tensor | None,
     phi_w: Tensor | None, retain_value: Tensor | None, record: Sequence[Tensor], cotangents: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """Cotangents of all inputs that are tensors; empty where there is none."""
+    """Cotangents of all inputs that are tensors; an empty tensor where there is none."""
     own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
     kernel, inputs, trusted = _kernel(rule, exact, own)
     if trusted:
@@ -148,7 +148,7 @@ def matrix_scan_backward(
 
 
 def unshared(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs that share nothing with inputs, as an operator's have to, and lie as their fakes say."""
+    """Outputs that share no storage with inputs, as operators require, and are contiguous like their fakes."""
     storages = {item.untyped_storage().data_ptr() for item in inputs}
     return [
         item.clone(memory_format=torch.contiguous_format)
@@ -160,14 +160,14 @@ def unshared(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Within an operator, where autograd records nothing unless told that this is no inference. Not in a thread of its
-    own: what that one differentiates on a card is for the thread that runs backward passes, which would wait here."""
+    """Leaves inference mode within an operator, where autograd would record nothing. A separate thread would deadlock:
+    a card's backward passes run in one thread, which would be waiting here."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _moved(rule: str, own: Sequence[Tensor | None]) -> list[bool]:
-    """Flags of the inputs that have a cotangent."""
+    """True for each input that has a cotangent."""
     config, reset = config_of(rule), own[10] is not None
     uses = (True, True, reset, True, True, True, True, config.retention.uses_retain, bool(config.algorithm.slots))
     return [has and item is not None for has, item in zip((*uses, False, False, True, True), own, strict=True)]
