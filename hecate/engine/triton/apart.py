@@ -51,10 +51,10 @@ def tried(
     if done.returncode or lines[-1] == BEGUN:
         said = done.stderr.strip().splitlines() or [""]
         return f"its kernel ends the process that tries it, by {done.returncode}, {where}: {said[-1][:300]}"
-    found = json.loads(lines[-1])
-    if found["lost"]:
-        return f"its kernel takes the card with it {where}: {found['reason']}"
-    return judge(*here) if found["unrun"] else found["reason"]
+    reply = json.loads(lines[-1])
+    if reply["lost"]:
+        return f"its kernel takes the card with it {where}: {reply['reason']}"
+    return judge(*here) if reply["unrun"] else reply["reason"]
 
 
 def answer() -> None:

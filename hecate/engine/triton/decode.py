@@ -62,8 +62,8 @@ class InPlace:
 
     def adopt(self, state: MemoryState) -> MemoryState:
         """Copies a state into the buffers, or into new ones if shapes, dtypes or devices differ, and returns them."""
-        own = self.state
-        pairs = [] if own is None else list(zip(_tensors(own), _tensors(state), strict=True))
+        buffers = self.state
+        pairs = [] if buffers is None else list(zip(_tensors(buffers), _tensors(state), strict=True))
         if pairs and all([(a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) for a, b in pairs]):
             for a, b in pairs:
                 a.copy_(b)
@@ -71,12 +71,12 @@ class InPlace:
             self.plans.clear()
             # Buffers outlive a caller's inference mode, and are also written outside of it.
             with torch.inference_mode(False):
-                held = [
+                copies = [
                     {name: item.detach().clone().contiguous() for name, item in named.items()} for named in state[:2]
                 ]
-                own = state._replace(memory=held[0], slots=held[1])
-        self.state = own
-        return own  # type: ignore[return-value]
+                buffers = state._replace(memory=copies[0], slots=copies[1])
+        self.state = buffers
+        return buffers  # type: ignore[return-value]
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> Plan:
         """Prepares what tokens of one signature need.
@@ -92,16 +92,16 @@ class InPlace:
         retain = inputs.retain if self.config.retention.uses_retain else None
         momentum = inputs.momentum if self.config.algorithm.slots else None
         both = (keys if x is None else x for x in (inputs.erase, inputs.write_gate))
-        found = (*inputs[:4], retain, momentum, *both, inputs.retain_value)
+        tensors = (*inputs[:4], retain, momentum, *both, inputs.retain_value)
         with torch.inference_mode(False):
             y = torch.empty_like(v, memory_format=torch.contiguous_format)
-            given = [
-                None if x is None else own if isinstance(own, Tensor) else x.detach().squeeze(1).clone()
-                for x, own in zip(found, (q, k, v, *gates), strict=False)
+            arguments = [
+                None if x is None else passed if isinstance(passed, Tensor) else x.detach().squeeze(1).clone()
+                for x, passed in zip(tensors, (q, k, v, *gates), strict=False)
             ]
-        pairs = zip(given, (q, k, v, *gates), strict=False)
-        numbers = [y if x is None else None if x is own else x for x, own in pairs]
-        launch = self.launch(True, given, y) if raw_token(self.config) else None
+        pairs = zip(arguments, (q, k, v, *gates), strict=False)
+        numbers = [y if x is None else None if x is passed else x for x, passed in pairs]
+        launch = self.launch(True, arguments, y) if raw_token(self.config) else None
         return Plan(numbers, y, launch, checks=not waits(k))
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> Call:
@@ -113,14 +113,14 @@ class InPlace:
 
     def launch(self, raw: bool, given: list[Tensor | None], y: Tensor) -> Any:
         """The launch of the one-token kernel for tensors like these."""
-        made = importlib.import_module("hecate.engine.triton.loops").OneToken
-        return made(self.config, raw, _tensors(self.state), given, y)  # type: ignore[arg-type]
+        launcher = importlib.import_module("hecate.engine.triton.loops").OneToken
+        return launcher(self.config, raw, _tensors(self.state), given, y)  # type: ignore[arg-type]
 
     def features(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> list[Tensor | None]:
         """A token's features, value, lr, retain and momentum, made in torch when the kernel lacks its map or step."""
         gates, taken = gates._replace(erase=None, write=None, retain_value=None), self.config.forms.gates
-        own = zip(gates._fields, plan.numbers[3:6], taken, strict=False)
-        numbers = {name: x for name, x, needed in own if needed and x is not None and x is not plan.y}
+        entries = zip(gates._fields, plan.numbers[3:6], taken, strict=False)
+        numbers = {name: x for name, x, needed in entries if needed and x is not None and x is not plan.y}
         call = self.call(q, k, v, gates._replace(**numbers))
         with torch.no_grad():
             tokens = to_tokens(call.config, call.inputs, call.params, torch.float32, execute)
@@ -141,13 +141,13 @@ class InPlace:
             self.plans[looks] = plan = self.plan(q, k, v, gates)
         elif plan.checks and plan.launch is not None:
             self.call(q, k, v, gates)
-        given: list[Any] = [own if x is None else x for x, own in zip(plan.numbers, (q, k, v, *gates))]  # noqa: B905
+        args: list[Any] = [passed if x is None else x for x, passed in zip(plan.numbers, (q, k, v, *gates))]  # noqa: B905
         if plan.launch is None:
-            given[:6] = self.features(plan, q, k, v, gates)
-            there = [None if number is plan.y else x for number, x in zip(plan.numbers, given, strict=True)]
-            self.launch(False, there, plan.y)(given)
+            args[:6] = self.features(plan, q, k, v, gates)
+            there = [None if number is plan.y else x for number, x in zip(plan.numbers, args, strict=True)]
+            self.launch(False, there, plan.y)(args)
         else:
-            plan.launch(given)
+            plan.launch(args)
         return plan.y
 
 

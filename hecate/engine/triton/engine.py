@@ -72,9 +72,9 @@ def _borders(plan: Plan | Call) -> tuple[int, ...] | None:
     parallel. The memory for their states grows with their number, in the loop by a segment of states each."""
     if plan.steps is not None or "reset" not in plan.masks:  # a sketch has no borders
         return None
-    found: tuple[int, ...] | None = BORDERS.get(plan.tensors.inputs.reset)
+    borders: tuple[int, ...] | None = BORDERS.get(plan.tensors.inputs.reset)
     most = max(FEW, plan.length // (LONG if _loops(plan) else SEGMENT))
-    return found if found is not None and len(found) - 1 <= most else None
+    return borders if borders is not None and len(borders) - 1 <= most else None
 
 
 def _part(plan: Plan | Call) -> int:
@@ -143,13 +143,13 @@ class Triton(TokenEngine):
         """Takes the short path if an earlier call of the same signature has left one. [ENG-TRITON-D12]"""
         if run is execute and call.given is not None:
             q, k, v, gates, _, state, initial, *_ = call.given
-            found: Tensors = call.plan.short(q, k, v, gates, state, initial)
-            return found
-        found = super().outputs(call, run)
+            results: Tensors = call.plan.short(q, k, v, gates, state, initial)
+            return results
+        results = super().outputs(call, run)
         if run is execute and call.plan.short is None and not call.traced:
             q, k, *_ = call.inputs
             call.plan.short = _raw(call) and is_short(call) and Short(call, _exact(call, q, k), _part(call))
-        return found
+        return results
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """Passes raw inputs in their own dtype to kernels that compute features; else runs like every token engine."""
@@ -247,18 +247,18 @@ def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False, token: boo
         TOKEN: token,
         GATES: token and plan.tensors.inputs.lr.itemsize < plan.dtype.itemsize,
     }
-    flags = tuple(name for name, given in there.items() if given)
+    flags = tuple(name for name, present in there.items() if present)
     return verdict(judged, flags, plan.values, plan.device, plan.shape)
 
 
 def _judged(config: MemoryConfig, raw: bool, loops: bool) -> MemoryConfig:
     """The part of a config that its kernels compute; verdicts are keyed by it."""
-    own: dict[str, Any] = {"bias": config.bias, "decay_order": config.decay_order, "read": config.read}
+    fields: dict[str, Any] = {"bias": config.bias, "decay_order": config.decay_order, "read": config.read}
     if raw:
-        own |= {"feature_map": config.feature_map, "key_norm": config.key_norm, "query_scale": config.query_scale}
+        fields |= {"feature_map": config.feature_map, "key_norm": config.key_norm, "query_scale": config.query_scale}
     if loops:
-        own |= {"retention": config.retention, "algorithm": config.algorithm}
+        fields |= {"retention": config.retention, "algorithm": config.algorithm}
     else:
-        own["retention"] = Decay() if config.retention.uses_retain else NoRetention()
-        own["algorithm"] = Momentum() if config.algorithm.slots else GD()
-    return MemoryConfig(**own)
+        fields["retention"] = Decay() if config.retention.uses_retain else NoRetention()
+        fields["algorithm"] = Momentum() if config.algorithm.slots else GD()
+    return MemoryConfig(**fields)

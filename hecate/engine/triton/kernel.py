@@ -116,8 +116,8 @@ def verdict(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str,
         texts.append(printed("phi", "xg", nodes))
     whole["texts"] = sha256("".join(text.source for text in texts).encode()).hexdigest()[:24]
     facts = {"rule": rule, "whole": whole, "beside": flags, "dtype": str(dtype), "widths": shape, **here(device)}
-    own = {"rule": {**rule, "numbers": formula.psi.numbers + formula.pull.numbers}}
-    return judged(facts, partial(tried, distrust, config, flags, dtype, device, shape), own)
+    with_numbers = {"rule": {**rule, "numbers": formula.psi.numbers + formula.pull.numbers}}
+    return judged(facts, partial(tried, distrust, config, flags, dtype, device, shape), with_numbers)
 
 
 @torch.inference_mode(False)
@@ -172,20 +172,20 @@ def distrust_token(
         k, q, v, lr, retain, momentum, _, _, keys, value = tokens
         sizes = None if keys is None else keys * math.sqrt(shape[1])
         gates = (None, None) if sizes is None else (sizes.sigmoid(), (-sizes).sigmoid())
-        given = (q, k, v, lr, retain, momentum, *gates, value)
-        right = _tokens_by_torch(config, torch.float64, states, given)
+        arguments = (q, k, v, lr, retain, momentum, *gates, value)
+        right = _tokens_by_torch(config, torch.float64, states, arguments)
         if all(bool(item.isfinite().all()) for item in right):
             break
     used = config.retention.uses_retain, slots > 0
-    own = (q, k, v, lr, *(x if there else None for x, there in zip((retain, momentum), used, strict=True)))
-    found = cache(lambda: _token_by_token(config, states, (*own, *gates, value), dtype))
-    told: dict[str, Any] = {"against": "the token loop in float64", "dtype": dtype, "shape": shape}
+    taken = (q, k, v, lr, *(x if there else None for x, there in zip((retain, momentum), used, strict=True)))
+    outcome = cache(lambda: _token_by_token(config, states, (*taken, *gates, value), dtype))
+    options: dict[str, Any] = {"against": "the token loop in float64", "dtype": dtype, "shape": shape}
     return difference(
-        lambda: found()[:1], lambda: right[:1], bound=PARITY[dtype], names=("y",), **told
+        lambda: outcome()[:1], lambda: right[:1], bound=PARITY[dtype], names=("y",), **options
     ) or difference(
-        lambda: found()[1:], lambda: right[1:], bound=PARITY[torch.float32], times=8.0,
+        lambda: outcome()[1:], lambda: right[1:], bound=PARITY[torch.float32], times=8.0,
         names=("state", *["slot"] * slots),
-        plain=lambda: _tokens_by_torch(config, torch.float32, states, given)[1:], **told,
+        plain=lambda: _tokens_by_torch(config, torch.float32, states, arguments)[1:], **options,
     )  # fmt: skip
 
 
@@ -200,15 +200,15 @@ def _tokens_by_torch(config: MemoryConfig, dtype: torch.dtype, states: Tensors, 
 
 def _token_by_token(config: MemoryConfig, states: Tensors, given: Tensors, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The same by the one-token kernel, y in a dtype."""
-    held = [x.unsqueeze(0).clone() for x in several(states)]
+    buffers = [x.unsqueeze(0).clone() for x in several(states)]
     outputs = torch.empty_like(one(given[2:3]), dtype=dtype)
     y = outputs[:, 0].clone()
     tokens = [[None if x is None else x[:, at] for x in given] for at in range(outputs.shape[1])]
-    launch = importlib.import_module("hecate.engine.triton.loops").OneToken(config, True, held, tokens[0], y)
+    launch = importlib.import_module("hecate.engine.triton.loops").OneToken(config, True, buffers, tokens[0], y)
     for at, token in enumerate(tokens):
         launch([y if x is None else x for x in token])
         outputs[:, at] = y
-    return outputs, *(x.squeeze(0) for x in held)
+    return outputs, *(x.squeeze(0) for x in buffers)
 
 
 def _stable(config: MemoryConfig, width: int) -> float:

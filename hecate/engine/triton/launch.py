@@ -39,15 +39,15 @@ class Form:
     def __init__(self, config: MemoryConfig, exact: str, raw: bool, docs: bool, part: int, inputs: Tensors) -> None:
         """As for `Scan`; docs: whether there are borders."""
         states = 1 + len(config.algorithm.slots)
-        given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
+        fields = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
         memory = one(inputs[:1])
-        self.length, (self.count, self.height, self.width) = given.v.shape[1], memory.shape
+        self.length, (self.count, self.height, self.width) = fields.v.shape[1], memory.shape
         self.parts, self.part, self.row = -(-self.length // part) if part else 0, part, self.length
         if part:  # parts are documents of one long row
-            count = len(given.v)
+            count = len(fields.v)
             self.count, self.length = self.count // count, count * self.length
         self.slots, self.decays = states > 1, config.retention.uses_retain
-        self.channels = self.decays and given.retain.dim() > given.lr.dim()
+        self.channels = self.decays and fields.retain.dim() > fields.lr.dim()
         self.bias = tiles_of(config.bias, turned=True)
         linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
         self.chunks = chunks_of(self.width, exact, linear=linear)
@@ -63,8 +63,8 @@ class Form:
             "C": self.chunks.size, "SEG": self.chunks.segment, "LOG": self.chunks.size.bit_length() - 1,
             "MOVES": self.bias.moves, "RETAIN": self.decays, "MOMENTUM": self.slots,
             "FORM": "target" if not self.bias.moves else "error" if self.bias.error else "rows",
-            "MASK": given.write is not None, "RESET": given.reset is not None and not docs,
-            "APART": given.phi_w is not None,
+            "MASK": fields.write is not None, "RESET": fields.reset is not None and not docs,
+            "APART": fields.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
             "CHANNELS": self.channels, "DOCS": docs or part > 0, "PARTS": part > 0, "HOLLOW": False,
             "STAGES": self.walks.stages, "PSI": self.bias.psi, "PULL": self.bias.pull,
@@ -89,17 +89,17 @@ class Form:
         for item in inputs:
             looks += (None,) if item is None else (item.shape, item.dtype)
         key = (*looks, one(inputs[:1]).device)
-        found: Form | None = config.launches.get(key)
-        if found is None:
-            found = cls(config, exact, raw, docs, part, inputs)
-            keep(config.launches, key, found)
-        return found
+        form: Form | None = config.launches.get(key)
+        if form is None:
+            form = cls(config, exact, raw, docs, part, inputs)
+            keep(config.launches, key, form)
+        return form
 
     def told(self, kernel: Any, launch: Launch, **more: Any) -> dict[str, Any]:
         """The launch options of a kernel, and those flags that it takes."""
         flags = self.flags | {"BV": launch.tile} | more
-        own = {"num_warps": launch.warps, "num_stages": 1}
-        return own | {name: flags[name] for name in kernel.arg_names if name in flags}
+        options = {"num_warps": launch.warps, "num_stages": 1}
+        return options | {name: flags[name] for name in kernel.arg_names if name in flags}
 
 
 class Given:
@@ -167,15 +167,15 @@ class Scan(Form, Given):
             kernel[grid](*given, **self.told(kernel, settings, **more))
             return
         at = (kernel.__name__, *more.items())
-        found = self.kernels.get(at)
-        if found is not None:
-            made, flags = found
-            made[grid](*given, *flags, stream=self.where)
+        entry = self.kernels.get(at)
+        if entry is not None:
+            compiled, flags = entry
+            compiled[grid](*given, *flags, stream=self.where)
             return
-        told = self.told(kernel, settings, **more)
-        made = kernel[grid](*given, **told)
-        if isinstance(made, CompiledKernel):
-            self.kernels[at] = made, [told[name] for name in kernel.arg_names[len(given) :]]
+        options = self.told(kernel, settings, **more)
+        compiled = kernel[grid](*given, **options)
+        if isinstance(compiled, CompiledKernel):
+            self.kernels[at] = compiled, [options[name] for name in kernel.arg_names[len(given) :]]
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor on the memory's device."""
@@ -189,23 +189,23 @@ class Scan(Form, Given):
         pairs = [self.new(places, 1 + self.chunks.narrow, size, size, dtype=self.dtype) for _ in range(2)]
         lengths = (self.length, self.heads, self.count)
         if not self.channels:
-            found = [*pairs, self.new(places, 8, size), self.new(places, 4)]
+            coefficients = [*pairs, self.new(places, 8, size), self.new(places, 4)]
             self.launch(
                 factors, self.walks.factors, (places, 1, 1),
-                q, k, kw, *gates, write, reset, self.documents.spans, *found, *lengths,
+                q, k, kw, *gates, write, reset, self.documents.spans, *coefficients, *lengths,
             )  # fmt: skip
-            return [q, k, kw, q, k], found, {}
-        made = [self.new(*k.shape, dtype=self.dtype) for _ in range(5 if self.flags["RESET"] else 3)]
-        made, ends = (made * 2)[:5], self.new(places, 2, self.width)
+            return [q, k, kw, q, k], coefficients, {}
+        scaled = [self.new(*k.shape, dtype=self.dtype) for _ in range(5 if self.flags["RESET"] else 3)]
+        scaled, ends = (scaled * 2)[:5], self.new(places, 2, self.width)
         self.launch(
             channel_factors, self.walks.factors._replace(warps=8), (places, 1, 1),
-            q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *made, ends, *lengths, **self.wide,
+            q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *scaled, ends, *lengths, **self.wide,
         )  # fmt: skip
-        return made, [*pairs, ends, ends], {"APART": True, "MAP": SAME}
+        return scaled, [*pairs, ends, ends], {"APART": True, "MAP": SAME}
 
     def scanned(self, walk: tuple[Any, ...], memory: Tensor, slot: Tensor, *to: Tensor, PART: str, **more: Any) -> None:
         """Launches a PART of `scan` from first states; it fills y, u, saved states and last states (to)."""
-        rows, found, flags = walk
+        rows, coefficients, flags = walk
         v, write, documents = self.arguments[3], self.arguments[7], self.documents
         table, programs = documents.docs, documents.programs
         if PART == "outputs":  # all chunks in parallel
@@ -213,7 +213,7 @@ class Scan(Form, Given):
         grid = programs * self.count, -(-more.get("V", self.height) // self.walks.walk.tile), 1
         self.launch(
             scan, self.walks.walk, grid,
-            *rows, v, write, table, *found, memory, slot, self.restart, *to, self.length, self.heads, self.count,
+            *rows, v, write, table, *coefficients, memory, slot, self.restart, *to, self.length, self.heads, self.count,
             self.bias.cu, PART=PART, **flags, **self.walk, **more,
         )  # fmt: skip
 
@@ -261,9 +261,9 @@ class Scan(Form, Given):
 
     def last_of(self, states: Sequence[Tensor], part: int) -> list[Tensor]:
         """Copies of one part's states in each row, so that those of other parts can be freed."""
-        own = [item.unflatten(0, (-1, self.parts, self.count))[:, part] for item in states[: 1 + self.slots]]
-        found = [item.flatten(0, 1).clone() for item in own]
-        return [found[0], found[-1]]
+        chosen = [item.unflatten(0, (-1, self.parts, self.count))[:, part] for item in states[: 1 + self.slots]]
+        copies = [item.flatten(0, 1).clone() for item in chosen]
+        return [copies[0], copies[-1]]
 
     def none(self) -> Tensor:
         """Zero states for all parts."""
@@ -330,14 +330,14 @@ class Scan(Form, Given):
         pulled(g1, y1)
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
-        found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
+        g_gates = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
         grid, to_w = (self.documents.segments * self.count, 1, 1), gk if gw is None else gw
         spans, segment = self.documents.spans, self.chunks.segment
         g0, y0, gz, gv = *self.met(g0, y0, gz), gv.to(v.dtype)
-        own = (g0,) if self.slot is None else (g0, y0)
-        grads = (*own, gz if self.restarts else None, gk, gq, gv, glr, *found, None, None, gw, None)
+        g_states = (g0,) if self.slot is None else (g0, y0)
+        grads = (*g_states, gz if self.restarts else None, gk, gq, gv, glr, *g_gates, None, None, gw, None)
         if self.channels:
-            self.channelled((us, es, kept, gy, kept_G), (gq, gk, to_w, glr, found[0]))
+            self.channelled((us, es, kept, gy, kept_G), (gq, gk, to_w, glr, g_gates[0]))
             return grads
         sums, ends = self.new(8, lr.numel()), self.new(self.documents.segments, self.count, 4)
         counts = (*numbers, self.count, lr.numel())
@@ -347,7 +347,7 @@ class Scan(Form, Given):
             ends, *counts, C=segment,
         )  # fmt: skip
         if self.decays or self.slots:
-            to = [v if x is None else x for x in found]
+            to = [v if x is None else x for x in g_gates]
             self.launch(
                 gates, self.walks.rows, grid,
                 *self.arguments[:9], spans, us, es, gy, sums, ends, *to, *counts, C=segment,

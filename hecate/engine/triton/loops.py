@@ -124,9 +124,9 @@ class Loop(Given):
             **self.flags,
         )  # fmt: skip
         g0, y0, gz = self.documents.met(g0, y0, gz)
-        own = (g0,) if self.slot is None else (g0, y0)
+        g_states = (g0,) if self.slot is None else (g0, y0)
         q, k, w, v, lr, retain, momentum, value = grads
-        return (*own, gz if self.restarts else None, k, q, v, lr, retain, momentum, None, None, w, value)
+        return (*g_states, gz if self.restarts else None, k, q, v, lr, retain, momentum, None, None, w, value)
 
 
 class OneToken:
@@ -139,20 +139,20 @@ class OneToken:
         features yet; memory and slots `[B, H, V, P]` and y `[B, H, V]` are contiguous."""
         (*_, retain, _, erase, write, value), (height, width) = given, states[0].shape[-2:]
         gate = gate_of(retain, 2)
-        made = formulas(config, single=gate != "channels" and value is None)
-        tile = min(rounded(height), ONE_TILE) if made.apart else rounded(height)
+        functions = formulas(config, single=gate != "channels" and value is None)
+        tile = min(rounded(height), ONE_TILE) if functions.apart else rounded(height)
         self.grid = len(y) * -(-height // tile), y.shape[1], 1
         places: list[int] = []
         for x in given:
             places += (0, 0, 0) if x is None else (*x.stride(), 0)[:3]
-        numbers = made.bias.cu, made.numbers[0], made.steps.numbers[0], made.steps.numbers[2]
+        numbers = functions.bias.cu, functions.numbers[0], functions.steps.numbers[0], functions.steps.numbers[2]
         self.rest = (states[0], states[-1], y, *places, *numbers)
-        own: dict[str, Any] = {
+        constants: dict[str, Any] = {
             "P": width, "V": height, "BP": rounded(width), "BV": tile,
-            "PHI": phi_of(config, width) if raw else SAME, **made.flags, "RETAIN": gate,
+            "PHI": phi_of(config, width) if raw else SAME, **functions.flags, "RETAIN": gate,
             "VALUE": value is not None, "KEYS": erase is not None and write is not None,
         }  # fmt: skip
-        self.flags = {name: own[name] for name in one_token.arg_names if name in own}
+        self.flags = {name: constants[name] for name in one_token.arg_names if name in constants}
         self.warps = warps(tile, rounded(width))
         self.made: Any = None
 

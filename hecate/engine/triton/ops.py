@@ -42,8 +42,8 @@ def scanned(
 ) -> tuple[Tensor, Carry]:
     """Outputs and the new state, through the operators."""
     (memory,), slot = carry.memory, carry.slots[0] if carry.slots else None
-    own = (memory, slot, initial, *tokens)
-    y, last, last_slot, *_ = matrix_scan(rule_of(config, exact, raw), exact, is_recorded(own), *own)
+    inputs = (memory, slot, initial, *tokens)
+    y, last, last_slot, *_ = matrix_scan(rule_of(config, exact, raw), exact, is_recorded(inputs), *inputs)
     return y, carry._replace(memory=(last,), slots=() if slot is None else (last_slot,))
 
 
@@ -61,7 +61,7 @@ def _config_of(rule: str, classes: tuple[type[Variant], ...]) -> MemoryConfig:
 def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tuple[ByHand, Tensors, bool]:
     """The kernel, its inputs as `Scan` and `Loop` take them, and whether it is trusted."""
     config, (memory, slot, initial, *tokens) = config_of(rule), inputs
-    weights, values, retain, given = one((memory,)), one((tokens[2],)), tokens[4], [] if slot is None else [slot]
+    weights, values, retain, slots = one((memory,)), one((tokens[2],)), tokens[4], [] if slot is None else [slot]
     there = {
         "write": tokens[6] is not None, "reset": tokens[7] is not None, "phi_w": tokens[8] is not None,
         "retain_value": tokens[9] is not None, "channels": retain is not None and retain.dim() == values.dim(),
@@ -74,7 +74,7 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
         find_spec("triton") is not None
         and verdict(config, flags, dtype, values.device.type, tuple(weights.shape[1:])) is None
     )
-    return kernel_of(config, exact, raw=exact is not None), (memory, *given, initial, *tokens), trusted
+    return kernel_of(config, exact, raw=exact is not None), (memory, *slots, initial, *tokens), trusted
 
 
 def _record_shapes(
@@ -88,9 +88,9 @@ def _record_shapes(
         linear = forms.target or forms.error
         chunks = chunks_of(memory.shape[-1], exact, linear=linear)
         segment, dtype = chunks.segment, torch.bfloat16 if chunks.narrow and not interpreting() else dtype
-    kept = (memory.numel() * -(-v.shape[1] // segment),)
+    saved = (memory.numel() * -(-v.shape[1] // segment),)
     moves = keeps and exact is not None and not forms.target
-    states = [(kept if keeps and there else (0,), dtype) for there in (True, slot is not None)]
+    states = [(saved if keeps and there else (0,), dtype) for there in (True, slot is not None)]
     return [(tuple(v.shape) if moves else (0,), memory.dtype), *states]
 
 
@@ -101,8 +101,8 @@ def matrix_scan(
     phi_w: Tensor | None, retain_value: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, the last memory and slot, and if it keeps them the predictions and the states at every segment's start."""
-    own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
-    kernel, inputs, trusted = _kernel(rule, exact, own)
+    tensors = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
+    kernel, inputs, trusted = _kernel(rule, exact, tensors)
     shapes = _record_shapes(rule, exact, keeps, memory, slot, v, retain)
     record: Any = ()
     if trusted:
@@ -134,17 +134,17 @@ def matrix_scan_backward(
     phi_w: Tensor | None, retain_value: Tensor | None, record: Sequence[Tensor], cotangents: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     """Cotangents of all inputs that are tensors; an empty tensor where there is none."""
-    own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
-    kernel, inputs, trusted = _kernel(rule, exact, own)
+    tensors = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
+    kernel, inputs, trusted = _kernel(rule, exact, tensors)
     if trusted:
-        found = list(kernel.vjp(inputs, tuple(record[1:] if exact is None else record), tuple(cotangents)))
+        grads = list(kernel.vjp(inputs, tuple(record[1:] if exact is None else record), tuple(cotangents)))
     else:
         with recorded():
-            found = list(kernel.by_autograd(inputs, tuple(cotangents)))
+            grads = list(kernel.by_autograd(inputs, tuple(cotangents)))
     if slot is None:
-        found.insert(1, None)
-    there = _moved(rule, own)
-    return [item if item is not None and has else memory.new_zeros(0) for item, has in zip(found, there, strict=True)]
+        grads.insert(1, None)
+    there = _moved(rule, tensors)
+    return [item if item is not None and has else memory.new_zeros(0) for item, has in zip(grads, there, strict=True)]
 
 
 def unshared(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -175,21 +175,21 @@ def _moved(rule: str, own: Sequence[Tensor | None]) -> list[bool]:
 
 @matrix_scan_backward.register_fake
 def _(rule: str, exact: str | None, memory: Tensor, *given: Any) -> list[Tensor]:
-    own = (memory, *given[:-2])
-    pairs = zip(own, _moved(rule, own), strict=True)
+    tensors = (memory, *given[:-2])
+    pairs = zip(tensors, _moved(rule, tensors), strict=True)
     return [item.new_empty(item.shape) if has else memory.new_empty(0) for item, has in pairs]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    ctx.rule, ctx.exact, _, *own = inputs
-    ctx.save_for_backward(*own, *output[3:])
+    ctx.rule, ctx.exact, _, *tensors = inputs
+    ctx.save_for_backward(*tensors, *output[3:])
 
 
 def _backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-    own, record = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
-    finals = cotangents[: 2 if own[1] is None else 3]
-    found = matrix_scan_backward(ctx.rule, ctx.exact, *own, list(record), list(finals))
-    return None, None, None, *(g if has else None for g, has in zip(found, _moved(ctx.rule, own), strict=True))
+    tensors, record = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
+    finals = cotangents[: 2 if tensors[1] is None else 3]
+    grads = matrix_scan_backward(ctx.rule, ctx.exact, *tensors, list(record), list(finals))
+    return None, None, None, *(g if has else None for g, has in zip(grads, _moved(ctx.rule, tensors), strict=True))
 
 
 matrix_scan.register_autograd(_backward, setup_context=_setup)

@@ -75,7 +75,7 @@ def trial(
     write = draw(*lead[:2]) < 1 if "write" in flags else None
     reset = draw(*lead[:2]) > 2 if "reset" in flags else None
     apart = keys() if "phi_w" in flags else None
-    kept = (4 + draw(*lead, height)).sigmoid() if "retain_value" in flags else None
+    retain_value = (4 + draw(*lead, height)).sigmoid() if "retain_value" in flags else None
     if adverse:
         first[:, 9:41] = torch.nn.functional.normalize(first[:, 8:9] + first[:, 9:41] / 16, dim=-1).to(dtype).float()
         first[:, 41:80], lr[:, 9:80], retain[:, 9:80] = first[:, 8:9], 1.0, 1.0
@@ -88,7 +88,7 @@ def trial(
         momentum[:, :, 0] = 0.95 if slots else 0.0
     if scale != 1:
         states, values, lr, momentum = [scale * item for item in states], scale * values, scale * lr, scale * momentum
-    return (*states, first, queries, values, lr, retain, momentum, write, reset, apart, kept), cotangents
+    return (*states, first, queries, values, lr, retain, momentum, write, reset, apart, retain_value), cotangents
 
 
 def difference(
@@ -108,12 +108,12 @@ def difference(
     one, relative to the latter's norm. With `plain`, plain torch in the kernel's dtype, an error up to `times` that of
     `plain` passes too."""
     try:
-        own = found()
+        results = found()
     except Exception as error:  # compilers raise types of their own
         return Unrun(f"its kernel fails on {dtype} with widths {shape}: {error}")
     names = names or ("y", "state", *["slot"] * slots, "memory", *["slot"] * slots, "initial", *Tokens._fields)
     rounded = repeat(None) if plain is None else plain()
-    for name, got, right, other in zip(names, own, expected(), rounded):  # noqa: B905
+    for name, got, right, other in zip(names, results, expected(), rounded):  # noqa: B905
         if got is None or right is None or not right.any():
             continue
         distance, most = float((got - right).norm() / right.norm()), bound
@@ -168,8 +168,8 @@ def judged(facts: Facts, judge: Callable[[], str | None], own: Facts | None = No
 def kept() -> Iterator[tuple[Facts, str | None]]:
     """Every verdict on disk: its facts, and the reason why that kernel is not trusted, None if it is."""
     for path in sorted(folder().glob("*.json")):
-        if (found := _read(path)) is not None:
-            yield found["facts"], found["reason"]
+        if (verdict := _read(path)) is not None:
+            yield verdict["facts"], verdict["reason"]
 
 
 def _path(facts: Facts) -> Path:
@@ -179,11 +179,11 @@ def _path(facts: Facts) -> Path:
 def _read(path: Path) -> dict[str, Any] | None:
     """A verdict; None if the file is missing or holds something else."""
     try:
-        found = json.loads(read_file(path, LONGEST))
+        verdict = json.loads(read_file(path, LONGEST))
     except (OSError, ValueError):
         return None
-    whole = isinstance(found, dict) and isinstance(found.get("facts"), dict) and "reason" in found
-    return found if whole and isinstance(found["reason"], str | None) else None
+    whole = isinstance(verdict, dict) and isinstance(verdict.get("facts"), dict) and "reason" in verdict
+    return verdict if whole and isinstance(verdict["reason"], str | None) else None
 
 
 def _keep(path: Path, found: dict[str, Any]) -> None:

@@ -48,14 +48,14 @@ class Short:
     ) -> Tensors:
         """Outputs, and the new state's tensors in the order of `Carry`."""
         *states, position = self.states(k, state, initial)
-        given: list[Any] = []
+        filled: list[Any] = []
         for gate, used, default in zip(gates, self.uses, self.defaults):  # noqa: B905
             if used and not isinstance(gate, Tensor):
                 number = default if gate is None else float(gate)
                 wide = torch.promote_types(k.dtype, torch.float32)
                 gate = torch.full(k.shape[:3], number, dtype=wide, device=k.device)
-            given.append(gate if used else None)
-        inputs: Tensors = (*states, states[0], k, q, v, *given, None, None, None, None)
+            filled.append(gate if used else None)
+        inputs: Tensors = (*states, states[0], k, q, v, *filled, None, None, None, None)
         return *self.run(*inputs)[0], position
 
     def states(self, k: Tensor, state: MemoryState | None, initial: Named | None) -> list[Tensor]:

@@ -61,8 +61,8 @@ def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, 
         tile = min(tile, ROUND // 2)  # in chunks of 16 tokens, products of fewer than 64 rows use other instructions
     padded = max(FEWEST, 1 << (height - 1).bit_length())
     tile = padded if whole else min(padded, tile)
-    walk, own = Launch(max(least, tile) if narrow else tile, warps), Launch(max(least, min(padded, rows)), 8)
-    return Walks(Launch(0, ahead), walk, own, narrow and momentum, 1 + narrow)
+    walk, rows_launch = Launch(max(least, tile) if narrow else tile, warps), Launch(max(least, min(padded, rows)), 8)
+    return Walks(Launch(0, ahead), walk, rows_launch, narrow and momentum, 1 + narrow)
 
 
 class Chunks(NamedTuple):

@@ -150,8 +150,8 @@ def _steps(step: Weights, link: Weights | None) -> Steps:
 
 
 def _of_weights(name: str, inputs: Sequence[str], results: Sequence[Node]) -> Text:
-    given = "whole", "in_p", "in_v", "N: tl.constexpr", "M: tl.constexpr", *inputs
-    return printed(name, given, results, names=partial(_named, axis=0))
+    arguments = "whole", "in_p", "in_v", "N: tl.constexpr", "M: tl.constexpr", *inputs
+    return printed(name, arguments, results, names=partial(_named, axis=0))
 
 
 @lru_cache(256)
@@ -190,9 +190,9 @@ def tiles_of(bias: Bias, *, turned: bool = False) -> Tiles:
 
 @lru_cache(256)
 def _tiles(formula: Formula, turned: bool) -> Tiles:
-    given, names = ("inside", "N: tl.constexpr", "p", "v"), partial(_named, axis=0 if turned else 1, inside="inside")
-    psi = printed("psi", given, [formula.u], names=names)
-    (psi_of, pull_of), (cu, cg) = compiled([psi, printed("pull", (*given, "g"), formula.pulled, names=names)])
+    inputs, names = ("inside", "N: tl.constexpr", "p", "v"), partial(_named, axis=0 if turned else 1, inside="inside")
+    psi = printed("psi", inputs, [formula.u], names=names)
+    (psi_of, pull_of), (cu, cg) = compiled([psi, printed("pull", (*inputs, "g"), formula.pulled, names=names)])
     return Tiles(psi_of, pull_of, cu, cg, not formula.target, formula.coordinatewise, formula.error)
 
 
