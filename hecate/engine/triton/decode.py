@@ -141,7 +141,7 @@ class InPlace:
             self.plans[looks] = plan = self.plan(q, k, v, gates)
         elif plan.checks and plan.launch is not None:
             self.call(q, k, v, gates)
-        args: list[Any] = [passed if x is None else x for x, passed in zip(plan.numbers, (q, k, v, *gates))]  # noqa: B905
+        args: list[Any] = [arg if x is None else x for x, arg in zip(plan.numbers, (q, k, v, *gates))]  # noqa: B905
         if plan.launch is None:
             args[:6] = self.features(plan, q, k, v, gates)
             there = [None if number is plan.y else x for number, x in zip(plan.numbers, args, strict=True)]
