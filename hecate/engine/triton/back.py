@@ -214,8 +214,7 @@ def gates(
     w, born, r, R, B, Pm, _, _, e = decays(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
-    # own, o*: views after the write, the segment's end too; ls: after retain, before the write; ahead, h*: before
-    # retain.
+    # own, o*: views after the write, and the segment's end; ls: after retain, before the write; ahead, h*: before both.
     strict, fin, at_end = i[:, None] > i[None, :], i == C - 1, (i == C - 1)[:, None]
     end = ends + place * 4
     own = tl.where(at_end, tl.load(sums + 6 * total + at, mask=inside, other=0.0)[None, :], 0.0)

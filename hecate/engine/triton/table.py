@@ -105,8 +105,8 @@ class Documents(NamedTuple):
 
     @classmethod
     def parts(cls, rows: int, length: int, part: int, segment: int, memory: Tensor) -> Documents:
-        """The parts of rows, laid end to end, as documents. Their tables are made on the device, for a CUDA graph to
-        own."""
+        """The parts of rows, laid end to end, as documents. Their tables are made on the device, where a graph owns
+        them."""
         start = torch.arange(0, length, part, device=memory.device).repeat(rows, 1)
         row = torch.arange(0, rows, device=memory.device).unsqueeze(1)
         docs = start + row * length, (length - start).clamp(max=part), start // segment + row * -(-length // segment)
