@@ -115,12 +115,12 @@ _Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_
 _Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or newest.")]
 
 
-_command("list", short="The variants of a family, or all about one of them.")(commands.list_)
-_command(short="The text of a knob that kernels are made of.")(commands.formula)
-_command(short="A commented file with every setting, to start from.")(commands.init)
+_command("list", short="List the variants of a family, or describe one of them.")(commands.list_)
+_command(short="Print the functions that kernels call for a variant.")(commands.formula)
+_command(short="Write a commented YAML file with every setting.")(commands.init)
 
 
-@_command(short="The resolved YAML of an experiment, or its engines.")
+@_command(short="Print the resolved YAML of an experiment, or its engines.")
 def show(source: _Source, overrides: _Set = None, engine: bool = False) -> None:
     """Print the resolved YAML of an experiment, every default written out.
 
@@ -144,17 +144,17 @@ def show(source: _Source, overrides: _Set = None, engine: bool = False) -> None:
             echo(f"# model.{path}: {kind} makes {width:,} features of keys of width {d_key}")
 
 
-_command(short="The JSON schema of an experiment, for editors.")(commands.schema)
+_command(short="Print the JSON schema of an experiment, for editors.")(commands.schema)
 
 
-@_command(short="Parameters, state, memory and work, before a run.")
+@_command(short="Estimate parameters, state, memory and compute of a run.")
 def estimate(
     source: _Source,
     overrides: _Set = None,
     limit: _Limit = None,
     processes: Annotated[int, typer.Option("--world", min=1, max=1 << 20)] = 1,
 ) -> None:
-    """Sizes of an experiment before it is run: parameters, state, memory, work; allocates none.
+    """Estimate the parameters, state, memory and compute of an experiment before a run; allocates nothing.
 
     Args:
         processes: Number of processes that train it; sizes are then those of one of them.
@@ -171,7 +171,7 @@ def estimate(
     print_table(("size", "value"), estimate_rows(config, processes))
 
 
-@_command(short="The tape of each memory over a few random tokens.")
+@_command(short="Print the tape of each memory over a few random tokens.")
 def tape(source: _Source, overrides: _Set = None, tokens: Annotated[int, typer.Option(min=1, max=4096)] = 4) -> None:
     """Scan a few random tokens with each memory of a model and print the tape: every block call, then the norm of the
     cotangents that came back through it.
@@ -250,7 +250,7 @@ def train(
         raise typer.Exit(128 + result.signal)
 
 
-@_command(short="Continue a run that was stopped, or train it longer.")
+@_command(short="Resume a run that was stopped, or train it longer.")
 def resume(
     run: _Run, overrides: _Set = None, allow: _Allow = None, steps: _Steps = None, limit: _Limit = None,
     quiet: _Quiet = False,
@@ -279,7 +279,7 @@ def _print_result(name: str, result: Any) -> None:
 _Several = typer.Argument(metavar="PRESET|FILE...", show_default=False, autocompletion=_presets)
 
 
-@_command(short="Several experiments under one budget, with intervals and verdicts.")
+@_command(short="Compare experiments under one budget, with intervals and verdicts.")
 def compare(
     ctx: typer.Context,
     sources: Annotated[list[str], _Several],
@@ -474,7 +474,7 @@ def generate(
             echo("")
 
 
-@_command("export", short="A run's weights or model for other programs.")
+@_command("export", short="Export a run's weights or model for other programs.")
 def export_(
     run: _Run, to: str = "safetensors", out: Path | None = None, checkpoint: _Which = "best", dtype: str | None = None
 ) -> None:
@@ -528,7 +528,7 @@ def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
         echo("it has no tokenizer: the run was not trained on text", err=True)
 
 
-@_command("import", short="A run at step 0 from weights.")
+@_command("import", short="Make a run at step 0 from existing weights.")
 def import_(
     source: Annotated[Path, typer.Argument(metavar="FILE|DIR", show_default=False)],
     out: Annotated[Path, typer.Option(show_default=False)],
@@ -555,7 +555,7 @@ def import_(
         echo(str(folder))
 
 
-@_command(short="What a run's memories hold, attend to and forget.")
+@_command(short="Analyse what a run's memories hold, attend to and forget.")
 def report(
     run: _Run, tokens: Annotated[int | None, typer.Option(min=1, max=1 << 20)] = None, out: Path | None = None
 ) -> None:
@@ -577,6 +577,6 @@ def report(
         echo(f"step {summary.step}, {summary.tokens} tokens; report: {summary.report}")
 
 
-_command(short="What memories remember, learn and follow, against peers.")(commands.gym)
-_command(short="What this machine has and lacks, and which engines run.")(commands.doctor)
-_command(short="Answer OpenAI's clients with a model.")(commands.serve)
+_command(short="Test what memories remember, learn and track, against peers.")(commands.gym)
+_command(short="Show what this machine has and lacks, and which engines run.")(commands.doctor)
+_command(short="Serve a model through an OpenAI-compatible API.")(commands.serve)

@@ -30,7 +30,7 @@ LONG = 1.0
 
 @contextmanager
 def importing(quiet: bool) -> Iterator[None]:
-    """Around slow imports: after `LONG` seconds the first process of a run prints a line, unless `quiet`."""
+    """Context for slow imports: after `LONG` seconds the first process of a run prints a notice, unless `quiet`."""
     waiting = threading.Timer(LONG, echo, ["importing torch and the training code"], {"err": True})
     waiting.daemon = True
     if not quiet and os.environ.get("RANK", "0") == "0":
@@ -43,7 +43,7 @@ def importing(quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def extra(what: str = "") -> Iterator[None]:
-    """Around imports of an extra: turns an ImportError into a `ConfigError` that begins with `what`."""
+    """Context for imports of an extra: turns an ImportError into a `ConfigError` that begins with `what`."""
     try:
         yield
     except ImportError as error:
@@ -100,7 +100,7 @@ def list_(
     family: Annotated[str | None, _Family] = None,
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
 ) -> None:
-    """List the variants of a family with formula, traits, gradient and paper; of one, all there is to know.
+    """List the variants of a family with formula, traits, gradient and paper, or describe one variant in full.
 
     Args:
         family: phi, bias, retention, link, algorithm, structure, gating, readout, position, data, optimizer, logger,
@@ -126,7 +126,7 @@ def formula(
     kind: Annotated[str, typer.Argument(metavar="KIND")],
     family: Annotated[str, typer.Option(metavar="FAMILY")] = "bias",
 ) -> None:
-    """Print the functions that kernels are made of: traced from the variant's own methods in torch.
+    """Print the functions that kernels call for a variant, traced from its own torch methods.
 
     Args:
         kind: A kind, or a mapping as in YAML.
@@ -185,7 +185,7 @@ def doctor(
     warm: bool = False,
     width: Annotated[int, typer.Option(min=1, max=1024)] = 64,
 ) -> None:
-    """Say what this machine has, what is missing and the line that installs it, and which engines run here; or compile
+    """Show what this machine has, what it lacks and the command to install it, and which engines run here; or compile
     kernels before their first use.
 
     Args:
@@ -225,7 +225,7 @@ _Line = Annotated[int, typer.Option(
 )]  # fmt: skip
 
 data = typer.Typer(
-    help="Make token shards and tokenizers, and look into them.", no_args_is_help=True, rich_markup_mode=None
+    help="Make token shards and tokenizers, and inspect them.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -242,7 +242,7 @@ def tokenize(
     document: _Document = 128,
     line: _Line = 16,
 ) -> None:
-    """Turn a corpus into token shards for `data.kind=tokens`. The same command goes on where a killed one stopped.
+    """Turn a corpus into token shards for `data.kind=tokens`. The same command resumes where a killed one stopped.
 
     Args:
         out: Folder of the shards.
@@ -294,7 +294,7 @@ def train_tokenizer(
     document: _Document = 128,
     line: _Line = 16,
 ) -> None:
-    """Train a byte-level BPE tokenizer: it has a token for every byte, so that it can encode any text.
+    """Train a byte-level BPE tokenizer, which has a token for every byte and so can encode any text.
 
     Args:
         vocab: Largest number of tokens.
@@ -318,7 +318,7 @@ def train_tokenizer(
         echo(f"{FileTokenizer(text, str(out)).size:,} tokens: {out}")
 
 
-@command(data, "inspect", short="What token shards hold, and whether they are whole.")
+@command(data, "inspect", short="Show what token shards hold, and verify their files.")
 def inspect_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
     show: Annotated[int, typer.Option("--documents", min=0)] = 3,
@@ -375,7 +375,7 @@ def gym(
     quick: bool = False,
     listed: Annotated[bool, typer.Option("--list")] = False,
 ) -> None:
-    """Test what memories remember, learn and track, on generated streams with known scores to compare with; writes one
+    """Test what memories remember, learn and track, on generated streams with known scores to compare with. Write one
     table, gym.json, gym.csv and a figure. Settings are chosen on another seed; differences to the reference are
     corrected by Dunnett's method; contenders that look ahead, or are no better than chance, are flagged.
 
@@ -384,7 +384,7 @@ def gym(
             (heads), or your own module:function; all of --list if left out.
         tasks: Tasks from --list; all if left out.
         seeds: Number of reported streams, with seeds 0, 1, ...
-        out: Folder of the results; the same command goes on there.
+        out: Folder of the results; the same command resumes there.
         reference: The contender that others are compared with; gated_delta, or the first.
         quick: Small tasks, two seeds and two settings, for a first look.
         listed: Show tasks and contenders without running them.
@@ -436,7 +436,7 @@ def serve(
     name: str | None = None,
     checkpoint: str = "best",
 ) -> None:
-    """Answer OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models, /v1/memories, /health, /metrics.
+    """Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /v1/memories, /health, /metrics.
 
     Args:
         folder: A run, a checkpoint, or a folder of export --to hf.

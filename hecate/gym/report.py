@@ -23,7 +23,7 @@ LEAST, MOST = 3e-4, 4.0
 
 def table(results: Sequence[Result]) -> Table:
     """Table with a row for each task and contender, the best first and flagged ones last."""
-    header = ("task", "contender", "score", "chance", "verdict", "p", "as named", "setting", "state", "seconds")
+    header = ("task", "contender", "score", "chance", "verdict", "p", "default", "setting", "state size", "seconds")
     return header, [_row(result) for result in _rank(results)]
 
 
@@ -106,7 +106,7 @@ def _images(results: Sequence[Result]) -> dict[str, bytes]:
             axes.set_visible(False)
         grid[0, 0].set_yticks(range(len(names)), [label(name, 40) for name in names])
         grid[0, 0].set_ylim(len(names) - 0.4, -0.6)
-        figure.suptitle("dashed: chance; dotted: what is known to be reached; grey: flagged")
+        figure.suptitle("dashed: chance; dotted: known scores; grey: flagged")
 
     return images((2.6 + 3.7 * columns, rows * (1.1 + 0.23 * len(names))), draw)
 
@@ -147,4 +147,4 @@ def listing(known: Sequence[Contender]) -> list[Table]:
         for kind, task in shown
     ]
     rows = [[one.name, str(len(one.settings)), one.missing or "runs here"] for one in known]
-    return [(("task", "asks for", "score", "known levels"), asked), (("contender", "settings", "here"), rows)]
+    return [(("task", "stream", "metric", "known scores"), asked), (("contender", "settings", "status"), rows)]

@@ -399,7 +399,7 @@ class Overwrite(GymTask):
     keys: Size = Field(8, ge=1, le=1 << 12, description="Different keys.")
     times: Size = Field(16, ge=2, le=1 << 12, description="Values that each key gets, one after the other.")
     metric: ClassVar[Metric] = "accuracy"
-    about: ClassVar[str] = "8 keys, each with 16 values one after the other"
+    about: ClassVar[str] = "8 keys, each written 16 times with new values"
 
     def row(self, rng: np.random.Generator) -> Row:
         keys = _units(rng, self.keys, self.width)
@@ -464,7 +464,7 @@ class Return(GymTask):
     kind: Literal["return"] = "return"
     phase: Size = Field(512, ge=1, le=1 << 18, description="Tokens of a phase; the return has `scored` of them.")
     scored: Size = Field(64, ge=1, le=1 << 18, description="Tokens of the return, all scored.")
-    about: ClassVar[str] = "a matrix, another, the first again: the first 64 tokens of its return"
+    about: ClassVar[str] = "a matrix A, then B, then A again: the first 64 tokens after A returns"
 
     def row(self, rng: np.random.Generator) -> Row:
         first, second = rng.standard_normal((2, self.width, self.width))
@@ -500,7 +500,7 @@ class Facts(GymTask):
     )
     overlap: float = Field(0.02, ge=0, lt=1, description="Length of the part of a noise key among those of facts.")
     metric: ClassVar[Metric] = "accuracy"
-    about: ClassVar[str] = "8 facts told once, asked after 100 to 100,000 tokens of noise"
+    about: ClassVar[str] = "8 facts written once, asked after 100 to 100,000 tokens of noise"
 
     def conflicts(self) -> Conflicts:
         if list(self.distances) != sorted(set(self.distances)):

@@ -80,7 +80,7 @@ class StateTracking(GymTask):
         (0.01, 0.0025, 0.005, 0.02, 0.04), min_length=1, description="Learning rates to choose from, the default first."
     )
     metric: ClassVar[Metric] = "accuracy"
-    about: ClassVar[str] = "words of S_3: a trained layer at 4 times its length"
+    about: ClassVar[str] = "words of S_3: a trained layer at 4 times its training length"
 
     def words(self, length: int) -> Permutations:
         """The task of words of this length."""

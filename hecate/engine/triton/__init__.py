@@ -1,4 +1,4 @@
-"""Kernels of our own for a GPU; Triton is loaded where one runs."""
+"""The project's own Triton kernels for GPUs. Triton is imported when a kernel first runs."""
 
 from hecate.engine.triton.engine import Triton
 

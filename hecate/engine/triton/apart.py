@@ -1,5 +1,5 @@
-"""A kernel is tried in a process of its own: one that hangs, or reaches beyond its memory, takes all that a process has
-on a card with it, and what it would take here is a model in training. [ENG-TRITON-I4]"""
+"""Trials of kernels in a child process. A kernel that hangs or accesses memory out of bounds takes the CUDA context of
+its process with it; in this process that could cost a training run. [ENG-TRITON-I4]"""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hecate.engine.triton.parity import Unrun
 from hecate.rule import MemoryConfig
 
 CHILD = "from hecate.engine.triton.apart import answer; answer()"
-BEGUN = "begun"  # the line that says that the process has the card
-PATIENCE = 600.0  # seconds: compilers are slow on a busy machine
+BEGUN = "begun"  # the child prints this line once it has the card
+PATIENCE = 600.0  # seconds: compilation is slow on a busy machine
 Judge = Callable[[MemoryConfig, tuple[str, ...], torch.dtype, str, tuple[int, ...]], str | None]
 
 
 def tried(
     judge: Judge, config: MemoryConfig, flags: tuple[str, ...], dtype: torch.dtype, device: str, shape: tuple[int, ...]
 ) -> str | None:
-    """The word of `judge` (a function of a module) on a kernel, from a process of its own; from this one where there is
-    no card to lose, and where another process cannot try it, for want of room on the card, or of a class that only this
-    one knows."""
+    """Runs `judge` (a module-level function) on a kernel in a child process and returns its verdict. It runs in this
+    process where there is no card to lose, and where the child cannot run it: the card has no room left, or a class
+    exists in this process only."""
     here = (config, flags, dtype, device, shape)
     if device != "cuda" or not sys.executable:
         return judge(*here)
@@ -51,14 +51,15 @@ def tried(
     if done.returncode or lines[-1] == BEGUN:
         said = done.stderr.strip().splitlines() or [""]
         return f"its kernel ends the process that tries it, by {done.returncode}, {where}: {said[-1][:300]}"
-    found = json.loads(lines[-1])
-    if found["lost"]:
-        return f"its kernel takes the card with it {where}: {found['reason']}"
-    return judge(*here) if found["unrun"] else found["reason"]
+    reply = json.loads(lines[-1])
+    if reply["lost"]:
+        return f"its kernel takes the card with it {where}: {reply['reason']}"
+    return judge(*here) if reply["unrun"] else reply["reason"]
 
 
 def answer() -> None:
-    """Of the process that tries: the word on what standard input asks for, in a line of JSON."""
+    """Entry point of the child: judges the kernel that standard input describes, prints the verdict as a line of
+    JSON."""
     asked = json.loads(sys.stdin.read())
     device = asked["device"]
     if device == "cuda":

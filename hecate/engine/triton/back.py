@@ -1,9 +1,9 @@
-"""The backward kernels of all segments side by side, of cotangents g of outputs, and G and Y of the last M and S.
+"""Backward kernels that process all segments in parallel. Cotangents: g of outputs, G and Y of the last M and S.
 
-`pull` went back with G, Y and that of Z, by the predictions or u that were kept: no state is made again. It left
-u, E = -e, e_i the cotangent of a prediction, the cotangent of v, and G and Y at every segment's end. With them all else
-is a closed form of one segment, its first state and its last cotangent: `tokens` has rows, and of what it sums along
-them `gates` makes the cotangents of retain and momentum. No number is added to by two programs. [ENG-TRITON-D2]
+`pull` has walked backwards with G, Y and the cotangent of Z, using saved predictions or u, so no state is recomputed.
+It stores u, E = -e (e_i is the cotangent of prediction i), the cotangent of v, and G and Y at the end of every segment.
+The rest is a closed form in one segment, its first state and its last cotangent: `tokens` computes cotangents of rows,
+and sums from which `gates` computes those of retain and momentum. No address has two writers. [ENG-TRITON-D2]
 """
 
 import triton
@@ -16,21 +16,20 @@ from hecate.engine.triton.maps import COUNTS, PLAIN, featured, featured_back
 
 @triton.jit
 def writes_of(us, v, at, inside, w, o, V, MOVES: tl.constexpr):
-    """Rows of u, or where no prediction is asked for, those of -u, the values."""
+    """Rows of u; without predictions (not MOVES), the values, which are -u."""
     return rows(us, at, inside, o, V, PLAIN) if MOVES else rows(v, at, w, o, V, PLAIN)
 
 
 @triton.jit
 def cells_of(jv, op, V, P, BV: tl.constexpr):
-    """Values of a tile, its cells `[V, P]` as a state lies, and which there are."""
+    """(value indices of a tile, offsets of its cells in a state `[V, P]`, mask of these cells)."""
     ov = jv + tl.arange(0, BV)
     return ov, ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
 
 
 @triton.jit
 def met(to, by, x, state, rows, weights, DT: tl.constexpr, EXACT: tl.constexpr):
-    """Adds to cotangents of rows that meet a state by weights, and to those of the weights, by those x of what they
-    make."""
+    """Adds to the cotangents of rows (to) and weights (by), from that of y = weights * (rows state^T), which is x."""
     x = in_halves(x, state, DT, EXACT)
     by += tl.sum(x * rows, 1)
     return to + weights[:, None] * x, by
@@ -38,7 +37,7 @@ def met(to, by, x, state, rows, weights, DT: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def queries_back(gq, g, q, at, inside, op, P: tl.constexpr, PHI: tl.constexpr):
-    """Stores the cotangents of queries by those of their features."""
+    """Stores the cotangents of queries, given those of their features."""
     there = inside[:, None] & (op < P)[None, :]
     g = featured_back(g * PHI[3], rows(q, at, inside, op, P, PLAIN).to(tl.float32), there, PHI)
     tl.store(gq + at[:, None] * P + op[None, :], g, mask=there)
@@ -48,7 +47,8 @@ def queries_back(gq, g, q, at, inside, op, P: tl.constexpr, PHI: tl.constexpr):
 def keys_back(
     gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P: tl.constexpr, APART: tl.constexpr, PHI: tl.constexpr
 ):
-    """Stores the cotangents of keys, of written keys and of lr, by gbt of lr times written keys and gpt of keys."""
+    """Stores the cotangents of keys, written keys and lr, from gbt of lr times written keys and gpt of featured
+    keys."""
     tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
     l = tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
     own, cells = rows(k, at, w, op, P, PLAIN).to(tl.float32), w[:, None] & (op < P)[None, :]
@@ -67,7 +67,7 @@ def keys_back(
 @triton.jit
 def pairs_of(gy, us, es, v, at, inside, w, i, V, BV: tl.constexpr, C: tl.constexpr, MOVES: tl.constexpr,
              DT: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """Products of the rows of g, and of those of e where predictions are asked for, with those of -u."""
+    """Pair matrices of the rows of g and, with predictions, of the rows of e, each with the rows of -u."""
     gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for jv in range(0, V, BV):
         ov = jv + tl.arange(0, BV)
@@ -87,12 +87,12 @@ def tokens(
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
     FINE: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each segment of C tokens of a memory: cotangents of its rows, and what its gates are asked for.
-    One kind of rows comes after the other, so that few are held at once.
+    """One program per segment of C tokens of a memory: cotangents of its rows, and the sums that `gates` needs. It
+    handles queries, written keys and keys in turn, to hold few rows at a time.
 
-    sums `[8, B, T, H]`: of aq, sq, zq; af, sf, zf; K and P at the segment's end. ends `[segments, N, 4]`: of a, s, e, z
-    there."""
-    SIGN: tl.constexpr = -1.0 if MOVES else 1.0  # u is -v where no prediction is asked for
+    sums `[8, B, T, H]`: cotangents of aq, sq, zq; af, sf, zf; K and P at the segment's end. ends `[segments, N, 4]`: of
+    a, s, e, z there."""
+    SIGN: tl.constexpr = -1.0 if MOVES else 1.0  # without predictions u is -v
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
     at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
@@ -102,15 +102,15 @@ def tokens(
     K, _, _, Kq, aq, sq, zq, F, af, sf, zf = views(
         R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, DT, FINE
     )
-    # The last rows of K and P: what the segment's end sees of each write.
+    # The last rows of K and P are the weights of each write in the state at the segment's end.
     k_end = tl.sum(tl.where((i == C - 1)[:, None], K, 0.0), 0)
     p_end = tl.sum(tl.where((i == C - 1)[:, None], Pm, 0.0), 0)
     again = False
     if RESET:
-        # Products with Z only in segments in which a memory starts anew.
+        # Products with Z are needed only in segments that contain a reset.
         again = tl.max(born, 0) > 0
     gA, gL = pairs_of(gy, us, es, v, at, inside, w, i, V, BV, C, MOVES, DT, EXACT)
-    # Pairs weigh by what a token's read, or its prediction, sees of an earlier write.
+    # A pair's weight is how much a token's read, or its prediction, sees of the earlier write.
     gA, gL = gA * Kq, gL * F
     asked, own, written, of_q, of_k, step = keys_of(q, k, kw, lr, at, inside, w, op, P, APART, MAP, SIZE)
     sum, end = sums + at, ends + place * 4
@@ -139,7 +139,7 @@ def tokens(
     tl.store(end + 2, ge)
     tl.store(end + 3, gz)
     queries_back(gq, gqt, q, at, inside, op, P, PHI)
-    # Turned, pairs meet rows that lie turned: a turned accumulator is no sound operand under every Triton.
+    # Rows are transposed here, not pairs: a transposed accumulator is not a safe operand in every Triton version.
     gbt = in_halves(tl.trans(asked), gA * of_q[:, None], DT, EXACT)
     if MOVES:
         gbt += in_halves(tl.trans(own), gL * of_k[:, None], DT, EXACT)
@@ -154,7 +154,7 @@ def tokens(
             gbt, gp_end = met(gbt, gp_end, u, Y, written, p_end * SIGN, DT, EXACT)
     tl.store(sum + 6 * total, gk_end * (SIGN * step), mask=inside)
     tl.store(sum + 7 * total, gp_end * (SIGN * step), mask=inside)
-    # Keys that predict have L and the first states, as queries have A and these.
+    # Predicting keys get cotangents through L and the first states, as queries do through A and the first states.
     gpt = gbt * 0.0
     if MOVES:
         gpt, gaf, gsf, gzf = in_halves(gL * step[None, :], written, DT, EXACT), a * 0, a * 0, a * 0
@@ -175,7 +175,7 @@ def tokens(
 
 @triton.jit
 def seen_at(sums, row, total, at, inside):
-    """Three rows of the sums of `tokens`: of what a view has of M, S and Z."""
+    """Three rows of the sums of `tokens`: the cotangents of a view's coefficients of M, S and Z."""
     of = sums + row * total + at
     M, S = tl.load(of, mask=inside, other=0.0), tl.load(of + total, mask=inside, other=0.0)
     return M, S, tl.load(of + 2 * total, mask=inside, other=0.0)
@@ -183,8 +183,8 @@ def seen_at(sums, row, total, at, inside):
 
 @triton.jit
 def pulled(spans, left, g, ga, first, DT: tl.constexpr, EXACT: tl.constexpr):
-    """Cotangent of gates from that g of their products `spans` and that ga of those from the tile's start, whose
-    numbers ahead of each gate are `left` and `first`. No division: a gate of 0 has its own."""
+    """Cotangent of gates, from that of their products `spans` (g) and of their products from the tile's start (ga).
+    `left` and `first` are the products before each gate. Nothing is divided, so a gate of 0 has a cotangent too."""
     return tl.sum(in_halves(tl.trans(spans), g, DT, EXACT) * left, 1) + tl.sum(spans * ga[:, None], 0) * first
 
 
@@ -196,7 +196,7 @@ def gates(
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
     MAP: tl.constexpr, SIZE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """The cotangents of retain and momentum in one segment, by those of the coefficients that they make."""
+    """One program per segment: cotangents of retain and momentum, from those of the coefficients made of them."""
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     LEFT: tl.constexpr = MOVES and DECAYED
     i, op = tl.arange(0, C), tl.arange(0, BP)
@@ -204,7 +204,7 @@ def gates(
     asked, own, written, of_q, of_k, step = keys_of(
         q, k, kw, lr, at, inside, writes_at(write, at, inside, MASK), op, P, APART, MAP, SIZE
     )
-    # The cotangent of each product of gates is what it multiplies: a pair of rows, times that pair's own.
+    # The cotangent of a product of gates is its cofactor: a dot product of rows, times the pair's cotangent.
     gK = times(asked, tl.trans(written), DT, EXACT) * of_q[:, None] * step[None, :]
     gF = gK
     if MOVES:
@@ -214,14 +214,14 @@ def gates(
     w, born, r, R, B, Pm, _, _, e = decays(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
-    # Of what is seen after the write, at the segment's end too; as retain leaves it (left); and ahead of it (ahead).
+    # own, o*: views after the write, and the segment's end; ls: after retain, before the write; ahead, h*: before both.
     strict, fin, at_end = i[:, None] > i[None, :], i == C - 1, (i == C - 1)[:, None]
     end = ends + place * 4
     own = tl.where(at_end, tl.load(sums + 6 * total + at, mask=inside, other=0.0)[None, :], 0.0)
     oa, os = tl.where(fin, tl.load(end), 0.0), tl.where(fin, tl.load(end + 1), 0.0)
     oz = tl.where(fin, tl.load(end + 3), 0.0)
     ahead, ha, hs, hz, ls = own, oa, os, oz, os
-    # Reads ahead of the write see each product without the token's own gates.
+    # Reads before the write see products that exclude the token's own gates.
     if EARLY_READ:
         ahead = tl.where(strict, gK, 0.0)
         ha, hs, hz = seen_at(sums, 0, total, at, inside)

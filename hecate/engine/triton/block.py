@@ -1,19 +1,18 @@
-"""Factors of a chunk from its gates alone, for its own tokens and for the state before it, and loads of rows.
+"""Coefficients of a chunk, which depend on its gates alone, and loads of rows.
 
-Token i reads the memory through p_i = phi_k, writes through b_i = lr phi_w and is read by q_i. A token that starts anew
-(reset) has retain and momentum 0 towards what was before it, and retain times the weights Z it starts at. Within a
-chunk, with M, S, Z at its start, R[t, j] the product of retain over j < l <= t, P[t, j] that of momentum, and
-w_j whether j writes:
+Token i predicts with p_i = phi_k, writes with b_i = lr phi_w and reads with q_i. At a reset, retain and momentum are 0
+for the earlier state, and the new state is retain times the weights Z. M, S and Z are the states at a chunk's start.
+R[t, j] is the product of retain over j < l <= t, P[t, j] that of momentum, and w_j says whether j writes:
 
     M_t = a_t M + s_t S + z_t Z - sum_i K[t, i] u_i b_i^T,   K = (R o w) P,  a_t = R[t, start],  s = (R o w) e
     S_t = e_t S - sum_i P[t, i] u_i b_i^T,                   e_t = P[t, start],  z_t = sum_j R[t, j] retain_j reset_j
 
-What sees the memory as retain leaves it ahead of the token's own write takes the rows of R below the diagonal, what
-sees it ahead of retain too the products over j < l < t. Predictions then are
+A view of the memory after retain but before the token's own write uses the rows of R below the diagonal. A view before
+retain uses the products over j < l < t. Predictions are
 
     u_t = psi(pred_t, v_t),   pred_t = (a_t M + s_t S + z_t Z) p_t - sum_{i < t} F[t, i] (p_t . b_i) u_i.
 
-Products of gates are made of sums of their logarithms that know of zeros: see `logs`. [ENG-TRITON-D1]
+Products of gates are computed from sums of logarithms, with care for zeros: see `logs`. [ENG-TRITON-D1]
 """
 
 import triton
@@ -24,19 +23,19 @@ from hecate.engine.triton.maps import featured
 
 @triton.jit
 def narrowed(x, DT: tl.constexpr):
-    """An operand of products of matrices."""
+    """x as an operand of a matrix product, in dtype DT."""
     return x.to(DT)
 
 
 @triton.jit
 def times(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
-    """A product of matrices of a dtype, summed in float32; EXACT is "tf32" or "tf32x3"."""
+    """Matrix product of operands in DT, accumulated in float32; EXACT is "tf32" or "tf32x3"."""
     return tl.dot(narrowed(x, DT), narrowed(y, DT), input_precision=EXACT)
 
 
 @triton.jit
 def in_halves(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
-    """The same to some sixteen bits: what is given in more digits than operands have counts in two halves."""
+    """`times` to about sixteen bits: an operand with more digits than DT is split into two halves."""
     if DT == tl.float32:
         found = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision=EXACT)
     else:
@@ -51,9 +50,9 @@ def in_halves(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def sequence_of(docs, T, H, DOCS: tl.constexpr):
-    """(the place of its first token, its tokens, its first kept state, how many are kept side by side, which of these
-    are its own) of a program for one memory, or for one of a document: docs `[documents, 3]` has its first token, its
-    tokens and its first kept state."""
+    """(position of the first token, number of tokens, index of the first saved state, number of memories whose states
+    are saved side by side, this memory's index among them) for a program that handles a memory, or a memory in one
+    document. docs `[documents, 3]`: first token, number of tokens, first saved state."""
     n = tl.program_id(0).to(tl.int64)
     first, length, slot, beside, own = n // H * T * H + n % H, T, n * 0, tl.num_programs(0), n
     if DOCS:
@@ -67,8 +66,7 @@ def sequence_of(docs, T, H, DOCS: tl.constexpr):
 def first_state(
     M0, S0, Z0, n, own, cell, whole, size: tl.constexpr, MOMENTUM: tl.constexpr, DOCS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """A program's first memory, a document's from Z0 unless it is one of PARTS of a row, and its momentum, 0 where
-    there is none yet."""
+    """A program's first memory and momentum. Documents start from Z0 and momentum 0, unless they are PARTS of a row."""
     if DOCS and not PARTS:
         M = tl.load(Z0 + own * size + cell, mask=whole, other=0.0)
     else:
@@ -81,9 +79,10 @@ def first_state(
 
 @triton.jit
 def origin_of(spans, T, H, N, C: tl.constexpr, SEG: tl.constexpr, DOCS: tl.constexpr, EACH: tl.constexpr):
-    """(places of a memory's first token and of the C tokens of a program for one chunk of one of N memories, or of EACH
-    program for a part of its channels; their number in the sequence, and where it ends; the chunk's own place among
-    all). spans `[segments, 2]`: the first token of each segment of SEG tokens, and the end of its document."""
+    """(position of the sequence's first token, index of the chunk's first token, end of the sequence, index of the
+    chunk) for a program that handles a chunk of C tokens of one of N memories; EACH programs share a chunk, one per
+    tile of its channels. spans `[segments, 2]`: the first token of each segment of SEG tokens, and the end of its
+    document."""
     place = tl.program_id(0) // EACH
     here, n = place // N, (place % N).to(tl.int64)
     first, start, end = n // H * T * H + n % H, here * C, T
@@ -95,8 +94,8 @@ def origin_of(spans, T, H, N, C: tl.constexpr, SEG: tl.constexpr, DOCS: tl.const
 
 @triton.jit
 def segment_of(spans, T, H, N, C: tl.constexpr, SEG: tl.constexpr, DOCS: tl.constexpr, EACH: tl.constexpr = 1):
-    """(places of the tokens that `origin_of` tells of; which there are, which have one behind them; the chunk's own
-    place)."""
+    """(positions of a chunk's tokens, their mask, mask of those that have a successor, index of the chunk), as in
+    `origin_of`."""
     first, start, end, place = origin_of(spans, T, H, N, C, SEG, DOCS, EACH)
     i = tl.arange(0, C)
     return first + (start + i) * H, start + i < end, start + i + 1 < end, place
@@ -110,13 +109,13 @@ def row_of(x, i, t):
 
 @triton.jit
 def end_of(x, i, C: tl.constexpr):
-    """The last number of a vector."""
+    """The last element of a vector."""
     return tl.sum(tl.where(i == C - 1, x, 0.0), 0)
 
 
 @triton.jit
 def rows(x, at, there, o, width, MAP: tl.constexpr):
-    """Rows `[C, width]` as they lie, or as MAP makes them, 0 where there is none."""
+    """Rows `[C, width]` as stored, or mapped by MAP; 0 where the mask is false."""
     cells = there[:, None] & (o < width)[None, :]
     found = tl.load(x + at[:, None] * width + o[None, :], mask=cells, other=0.0)
     if MAP[0] is not None or MAP[2] != "none":
@@ -126,7 +125,7 @@ def rows(x, at, there, o, width, MAP: tl.constexpr):
 
 @triton.jit
 def writes_at(write, at, inside, MASK: tl.constexpr):
-    """True of tokens that write; of the others no bias is asked, which may be no number at 0."""
+    """Mask of the tokens that write. A bias is not used on the others: it may be NaN at 0."""
     w = inside
     if MASK:
         w = inside & (tl.load(write + at, mask=inside, other=0) != 0)
@@ -138,7 +137,7 @@ def gates_at(
     retain, momentum, write, reset, at, inside,
     RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
-    """(whether a token writes, 1 where it starts anew, retain, momentum), gates 1 where nothing is written."""
+    """(mask of writes, 1 at resets, retain, momentum); gates are 1 where nothing is written."""
     w = writes_at(write, at, inside, MASK)
     born = tl.where(inside, 0.0, 0.0)
     if RESET:
@@ -153,9 +152,9 @@ def gates_at(
 
 @triton.jit
 def logs(gate):
-    """log2 of the products of gates up to each token, in two numbers of float32 whose sum has twice its digits. A gate
-    of 0 counts as 2^-16384, which is 0 in any product and leaves alone what lies on one side of it."""
-    # Of the log of 0 differences would be no number.
+    """log2 of the cumulative products of gates, as two float32 numbers whose sum has twice the digits. A gate of 0
+    counts as 2^-16384: products across it underflow to 0, products on one side of it are unaffected."""
+    # log2(0) is infinite, and a difference of infinities is NaN.
     dead = gate == 0
     found = tl.cumsum(tl.where(dead, -16384.0, tl.log2(tl.where(dead, 1.0, gate).to(tl.float64))), 0)
     high = found.to(tl.float32)
@@ -164,7 +163,8 @@ def logs(gate):
 
 @triton.jit
 def spans(to, low_to, on, low_on, there):
-    """Products of gates `[t, j]` from those up to token t over those up to token j, 0 where none is asked for."""
+    """Products of gates `[t, j]`: the product up to token t over the product up to token j; 0 where the mask is
+    false."""
     return tl.where(there, tl.exp2((to[:, None] - on[None, :]) + (low_to[:, None] - low_on[None, :])), 0.0)
 
 
@@ -177,8 +177,8 @@ def through(gate, i):
 
 @triton.jit
 def between(previous, gate, i, inside):
-    """Products of gates over j < l < t, `[t, j]`, by each token's previous gate, too; 0 on the diagonal and above, and
-    of tokens that are not there, whose previous gate is unknown."""
+    """Products of gates over j < l < t, `[t, j]`, given each token's previous gate too; 0 on and above the diagonal,
+    and for tokens beyond the sequence, whose previous gate is unknown."""
     to, low_to = logs(previous)
     on, low_on = logs(gate)
     return spans(to, low_to, on, low_on, (i[:, None] > i[None, :]) & inside[:, None])
@@ -189,15 +189,15 @@ def decays(
     retain, momentum, write, reset, at, step, i, inside,
     RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """(w, born, retain, R, R ahead of retain, P, a, a ahead of retain, e) of the tokens of a tile.
+    """(w, born, retain, R, R before retain, P, a, a before retain, e) for the tokens of a tile.
 
-    What is ahead of retain is made where it is asked for (EARLY)."""
+    Factors before retain are computed only if EARLY."""
     w, born, r, m = gates_at(retain, momentum, write, reset, at, inside, RETAIN, MOMENTUM, MASK, RESET)
     R, a = through(r * (1 - born), i), tl.cumprod(r * (1 - born), 0)
     B, early, Pm, e = R, a, R, a
     if EARLY:
         _, b, p, _ = gates_at(retain, momentum, write, reset, at - step, inside & (i > 0), RETAIN, False, MASK, RESET)
-        # Ahead of retain a token sees what the one before it left: gates one token late.
+        # Before its retain a token sees what its predecessor left: gates lag by one token.
         B = between(p * (1 - b), r * (1 - born), i, inside) * (1 - born)[:, None]
         early = tl.cumprod(p * (1 - b), 0) * (1 - born)
     if MOMENTUM:
@@ -207,7 +207,8 @@ def decays(
 
 @triton.jit
 def seen(R, a, w, born, r, Pm, e, AHEAD: tl.constexpr, MOMENTUM: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr):
-    """(K, a, s, z) of a view of the memory given by its R and a; AHEAD: of retain, where a token starts at Z itself."""
+    """(K, s, z) of a view of the memory with factors R and a. AHEAD: a view before retain, in which a reset token sees
+    Z."""
     z = tl.sum(R * (born * r)[None, :], 1)
     if AHEAD:
         z += born
@@ -224,8 +225,8 @@ def views(
     MOMENTUM: tl.constexpr, EARLY_READ: tl.constexpr, MOVES: tl.constexpr, DECAYED: tl.constexpr, DT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """(K, s, z) of the memory after a write, (K, a, s, z) of what is read and, where u MOVES with them, of what
-    predicts."""
+    """(K, s, z) after a write, (K, a, s, z) of the view that is read and, where u depends on predictions (MOVES), of
+    the view that predicts."""
     K, s, z = seen(R, a, w, born, r, Pm, e, False, MOMENTUM, DT, EXACT)
     Kq, aq, sq, zq = K, a, s, z
     if EARLY_READ:
@@ -243,6 +244,6 @@ def views(
 
 @triton.jit
 def channels_at(retain, at, w, o, P: tl.constexpr):
-    """Retain of every phi channel, rows `[C, P]`, 1 where nothing is written."""
+    """Retain per phi channel, rows `[C, P]`; 1 where nothing is written."""
     there = w[:, None] & (o < P)[None, :]
     return tl.load(retain + at[:, None] * P + o[None, :], mask=there, other=1.0).to(tl.float32)

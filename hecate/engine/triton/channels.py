@@ -1,13 +1,12 @@
-"""Kernels of chunks where retain is one of each phi channel: what their tokens do to one another, and the rows' part of
-the backward pass.
+"""Chunk kernels for retain per phi channel: coefficients of token pairs, and the rows' part of the backward pass.
 
-A write's part of the memory, X_i[t, p] = b_i[p] prod of retain_l[p] over i < l <= t, is no matrix of coefficients times
-b_i. But a chunk falls into pieces of 1, 2, 4 .. tokens, and between any two tokens lies one border of pieces that are
-halves of one: the product from i to that border is a row's, that from there to t is another row's, and pairs on its two
-sides are a product of matrices. Back, each level gives cotangents of its rows, and of these two products; those of the
-products of a piece become those of its halves', from a segment down to pieces of 16 tokens. Within these a thread takes
-a channel token by token: what channels share, the cotangents of pairs, is made ahead. No product is divided by another:
-a gate of 0 has its own cotangent. [ENG-TRITON-D2]
+A write's share of the memory, X_i[t, p] = b_i[p] prod of retain_l[p] over i < l <= t, is not a coefficient matrix times
+b_i. So a chunk is split into dyadic pieces of 1, 2, 4 .. tokens. Between any two tokens lies exactly one border between
+the halves of a piece. The product from i to that border belongs to row i, the product from there to t to row t, and the
+pairs across the border form a matrix product. Backwards, each level yields cotangents of its rows and of these two
+products; those of a piece's products become those of its halves, from a segment down to pieces of 16 tokens. Within
+these, a thread handles one channel token by token; the cotangents of pairs, which channels share, are computed
+beforehand. No product is divided by another, so a gate of 0 has a cotangent too. [ENG-TRITON-D2]
 """
 
 import triton
@@ -31,7 +30,7 @@ from hecate.engine.triton.maps import COUNTS, PLAIN, featured
 
 @triton.jit
 def left_at(retain, write, reset, at, there, o, P: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr):
-    """Rows `[C, P]` of what a token leaves of what was before it: its retain, none where it starts anew."""
+    """Factors `[C, P]` by which tokens scale the earlier state: their retain, or 0 at a reset."""
     w, born, _, _ = gates_at(retain, retain, write, reset, at, there, False, False, MASK, RESET)
     return channels_at(retain, at, w, o, P) * (1 - born)[:, None]
 
@@ -41,8 +40,8 @@ def chunk_at(
     q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P: tl.constexpr, C: tl.constexpr,
     MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr, PHI: tl.constexpr,
 ):  # fmt: skip
-    """(w, born, queries, keys, lr times written keys, retain) of a chunk's tokens, and what the tokens before and after
-    each leave."""
+    """(w, born, queries, keys, lr times written keys, retain) of a chunk's tokens, and `left_at` of the tokens before
+    and after each."""
     w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
     qt = rows(q, at, inside, op, P, PHI).to(tl.float32) * PHI[3]
     pt = rows(k, at, w, op, P, PHI).to(tl.float32)
@@ -57,10 +56,10 @@ def chunk_at(
 
 @triton.jit
 def starts(rt, born, i, C: tl.constexpr):
-    """The share of a new start's weights that is seen ahead of each token's retain and after it."""
+    """Share of the last reset's weights that each token sees before its retain, and after it."""
     ahead, after, row = rt * 0.0, rt * 0.0, tl.sum(rt * 0.0, 0)[None, :]
     for t in range(C):
-        # Token by token: a product of retain since the last start, 0 before the first.
+        # A sequential product of retain since the last reset, 0 before the first reset.
         x, now = tl.sum(tl.where(i == t, born, 0.0), 0), (i == t)[:, None]
         row = row * (1 - x) + x
         ahead = tl.where(now, row, ahead)
@@ -71,8 +70,8 @@ def starts(rt, born, i, C: tl.constexpr):
 
 @triton.jit
 def running(x, i, h: tl.constexpr, BACK: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
-    """Products of rows from the start of a piece of h rows on or (BACK) from its end back, that row's left out."""
-    # A piece's first row, or last, begins the product at 1.
+    """Cumulative products of rows in pieces of h rows from the start, or the end (BACK), which counts as 1."""
+    # The first row of a piece, or the last (BACK), starts the product at 1.
     edge = i % h == (h - 1 if BACK else 0)
     pieces = tl.reshape(tl.where(edge[:, None], 1.0, x), [C // h, h, BP])
     return tl.reshape(tl.cumprod(pieces, 1, reverse=BACK), [C, BP])
@@ -80,7 +79,7 @@ def running(x, i, h: tl.constexpr, BACK: tl.constexpr, C: tl.constexpr, BP: tl.c
 
 @triton.jit
 def sizes(x, at, inside, o, P: tl.constexpr, PHI: tl.constexpr):
-    """The sizes of the features of rows, `[C, 1]`."""
+    """The sizes of the features of rows, `[C, 1]`; 1 without a norm."""
     found = inside.to(tl.float32) * 0.0 + 1.0
     if PHI[2] != "none":
         y, there = rows(x, at, inside, o, P, PLAIN).to(tl.float32), inside[:, None] & (o < P)[None, :]
@@ -90,13 +89,13 @@ def sizes(x, at, inside, o, P: tl.constexpr, PHI: tl.constexpr):
 
 @triton.jit
 def more(found, x):
-    """One more of a tuple, which Triton cannot spread."""
+    """Appends to a tuple, which Triton cannot unpack."""
     return found + (x,)  # noqa: RUF005
 
 
 @triton.jit
 def beside(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
-    """The sum over the piece of h rows that makes one of 2 h with a row's own."""
+    """For each row, the sum over the sibling of its piece of h rows: the other half of the piece of 2 h rows."""
     half = tl.arange(0, 2)[None, :, None]
     sums = tl.sum(tl.reshape(x, [C // (2 * h), 2, h, BP]), 2)
     first, second = tl.sum(tl.where(half == 0, sums, 0.0), 1), tl.sum(tl.where(half == 1, sums, 0.0), 1)
@@ -106,8 +105,8 @@ def beside(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
 
 @triton.jit
 def doubled(to, on, left, i, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
-    """Products of rows from the start of a piece of 2 h rows, to its end, and of it in its first row, by those of its
-    halves; and those of the piece beside."""
+    """Products from the start of a piece of 2 h rows, to its end, and over all of it (in its first row), from those of
+    its halves; and products over the sibling piece."""
     second = ((i // h) % 2 == 1)[:, None]
     other = beside(tl.where((i % h == 0)[:, None], left, 0.0), h, C, BP)
     return tl.where(second, to * other, to), tl.where(second, on, on * other), left * other, other
@@ -121,14 +120,14 @@ def channel_factors(
     DT: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr, HALVES: tl.constexpr, PHI: tl.constexpr,
     BARE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """`factors` where retain is one of each phi channel. The product of retain between two tokens is parted at the one
-    border of dyadic pieces that lies between them, so that pairs are log2 C products of matrices, without a quotient.
+    """`factors` for retain per phi channel. The product of retain between two tokens is split at the one dyadic border
+    between them, so that pairs take log2 C matrix products and no division.
 
-    BARE is the map of PHI without its norm. kq, kp, ke `[B, T, H, P]`: queries and keys as the chunk's
-    first memory sees them, what is written as its end sees it; zq, zp those of a new start; ends `[chunks, 2, P]`: what
-    is left of both at the end."""
+    BARE is the map of PHI without its norm. kq, kp, ke `[B, T, H, P]`: queries and keys scaled from the chunk's start,
+    written keys scaled to its end; zq, zp: the same of queries and keys from the last reset; ends `[chunks, 2, P]`: the
+    share of the first memory and of the reset's weights left at the end."""
     MOVES: tl.constexpr = FORM != "target"
-    # Channels meet only in sums over them, and come as many at a time as registers hold.
+    # Channels interact only through sums over them, so they are tiled to what registers hold.
     TILE: tl.constexpr = BP if BP < 32 else 32
     i, whole = tl.arange(0, C), tl.arange(0, BP)
     at, inside, behind, place = segment_of(spans, T, H, N, C, SEG, DOCS)
@@ -148,13 +147,13 @@ def channel_factors(
         asked, told = qt * (alive if EARLY_READ else here), pt * (here if DECAYED else alive)
         if not EARLY_READ:
             A += tl.where(i[:, None] == i[None, :], tl.sum(qt * bt, 1)[:, None], 0.0)
-        # For pieces of one token: from its start 1, to its end 1, and over it its own retain.
+        # A piece of one token: product 1 from its start, 1 to its end, and its own retain over it.
         to, on, left = here * 0.0 + 1.0, here * 0.0 + 1.0, here
         for n in tl.static_range(0, LOG):
             written = tl.trans(bt * on)
             A += at_level(tl.dot(asked * to, written, input_precision=FINE), i, 1 << n)
             if MOVES:
-                # A level has the pairs of second halves with first halves of the same piece of 2 h.
+                # A level covers the pairs of second halves with first halves of the same piece of 2 h tokens.
                 L += at_level(tl.dot(told * to, written, input_precision=FINE), i, 1 << n)
             to, on, left, _ = doubled(to, on, left, i, 1 << n, C, TILE)
         tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
@@ -180,7 +179,7 @@ def across(
     acc, m, x, place, i, h: tl.constexpr, TURN: tl.constexpr, C: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """acc + m x, or m^T x (TURN), by a segment's pairs of rows of two pieces of h that make one, all in two halves."""
+    """acc + m x, or acc + m^T x (TURN), for a segment's pairs m of siblings of h rows; in two halves if HALVES."""
     N: tl.constexpr = 2 if HALVES else 1
     row, column = i[:, None], i[None, :]
     if TURN:
@@ -200,10 +199,10 @@ def halves(
     xq, xp, xb, g_whole, reads, tells, place, asked, keyed, bt, to, on, other, i, h: tl.constexpr, C: tl.constexpr,
     BP: tl.constexpr, MOVES: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Cotangents that reach pieces of h rows from outside, from those that reach the pieces of 2 h that they make: of
-    queries and keys (xq, xp) as the start of a piece sees them, of what is written (xb) as its end does, and of what a
-    piece leaves, in all of its rows. to, on and other: products from its start, to its end, and of the piece beside."""
-    # The start of a first half is that of the whole, so is the end of a second half: the other two move on.
+    """Cotangents that enter pieces of h rows from outside, from those that enter the enclosing pieces of 2 h rows: of
+    queries and keys scaled from a piece's start (xq, xp), of written keys scaled to its end (xb), and of the product
+    over a piece, in all of its rows. to, on, other: products from a piece's start, to its end, and over its sibling."""
+    # A first half starts where the whole does, a second half ends where it does: only the other two are scaled.
     second = ((i // h) % 2 == 1)[:, None]
     g_whole = g_whole * other + beside(tl.where(second, (asked * xq + keyed * xp) * to, bt * xb * on), h, C, BP)
     xq, xb = tl.where(second, xq * other, xq), tl.where(second, xb, xb * other)
@@ -222,8 +221,8 @@ def channel_pairs(
     MOVES: tl.constexpr, MASK: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
     PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each segment of C tokens: cotangents of its pairs of reads and of predictions (reads, tells), and
-    of those within pieces of 2^PIECE in float32, `[2, segments, N, C, 2^PIECE]`; overs `[2, B, T, H]`: one over the
+    """One program per segment of C tokens: cotangents of its pairs for reads and predictions (reads, tells), and in
+    float32 of those within pieces of 2^PIECE tokens, `[2, segments, N, C, 2^PIECE]`; overs `[2, B, T, H]`: reciprocal
     sizes of queries and keys."""
     SMALL: tl.constexpr = 1 << PIECE
     i, op = tl.arange(0, C), tl.arange(0, BP)
@@ -243,8 +242,8 @@ def channel_pairs(
 
 @triton.jit
 def starts_back(rt, born, qt, pt, zq, zp, j, i, C: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr):
-    """Cotangents of queries, keys and retain by a new start's weights: zq, zp those of their answers, j that of the
-    weights at the end."""
+    """Cotangents of queries, keys and retain through the weights of resets. zq, zp: those of scaled queries and keys;
+    j: that of the share at the segment's end."""
     ahead, after = starts(rt, born, i, C)
     by_q, by_p, found = qt * zq, pt * zp, rt * 0.0
     late, early = by_q * 0.0, by_q * 0.0
@@ -274,12 +273,12 @@ def channel_borders(
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
     HALVES: tl.constexpr, BARE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for a TILE of the channels of a segment of C tokens: cotangents that reach each piece of 2^PIECE
-    tokens from outside.
+    """One program per TILE of the channels of a segment of C tokens: cotangents that enter pieces of 2^PIECE tokens
+    from outside.
 
-    sums `[3, B, T, H, P]`: of queries and keys as the start of their piece sees them, of what is written as its end
-    does; fresh alike: what new starts add to those of queries, keys and retain; ends `[segments, N, pieces, P]`: of
-    what a piece leaves."""
+    sums `[3, B, T, H, P]`: of queries and keys scaled from their piece's start, of written keys scaled to its end;
+    fresh, of the same shape: what resets add to those of queries, keys and retain; ends `[segments, N, pieces, P]`: of
+    the product over a piece."""
     TILES: tl.constexpr = (P + TILE - 1) // TILE
     SMALL: tl.constexpr = 1 << PIECE
     i, own = tl.arange(0, C), tl.program_id(0) % TILES
@@ -304,7 +303,7 @@ def channel_borders(
             j += tl.sum(G * Z, 0)
             if MOVES:
                 zp += times(err, Z, DT, EXACT)
-    if MOVES:  # es has -e; negated here and not in the loop, which leaves fewer numbers outside registers
+    if MOVES:  # es is -e; negating here and not in the loop spills fewer registers
         xp, zp = -xp, -zp
     w, born, qt, pt, bt, rt, before, after = chunk_at(
         q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, BARE
@@ -348,7 +347,7 @@ def token_at(
     q, k, retain, write, reset, overs, total, at, inside, op, P: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     BARE: tl.constexpr,
 ):  # fmt: skip
-    """(what one token leaves of what was before it, query, key), rows `[1, P]`, and whether it does not start anew."""
+    """(`left_at`, query, key) of one token as rows `[1, P]`, and 0 at a reset, else 1."""
     w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
     in_p = (op < P)[None, :]
     asked, wrote, own = inside & in_p, w & in_p, at * P + op[None, :]
@@ -366,18 +365,17 @@ def channel_tokens(
     RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, PHI: tl.constexpr,
     BARE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each piece of C tokens, by what `channel_borders` leaves: cotangents of queries, keys, lr and
-    retain. A channel is a thread's, whose tokens follow one another in registers: none waits for another's.
+    """One program per piece of C tokens: cotangents of queries, keys, lr and retain, from those of `channel_borders`. A
+    thread handles one channel and holds its tokens in registers, so no thread waits for another.
 
-    With x what a token leaves of what was before it, at token l, for each later one t, U_l(t) is what its cotangents
-    have gathered of the piece ahead of l, U_l+1 = x_l U_l + pair(t, l) b_l; and sums over t of products of x from l
-    to t go from the last one back, s <- . + x_t s."""
+    x_l is `left_at` of token l. For each later token t, U_l(t) sums its cotangents over the piece's tokens before l:
+    U_l+1 = x_l U_l + pair(t, l) b_l. Sums over t of products of x from l to t run backwards: s <- . + x_t s."""
     op = tl.arange(0, BP)
     first, start, end, place = origin_of(spans, T, H, N, C, SEG, DOCS, 1)
     in_p, rows = (op < P)[None, :], (place * 0 + total) * P
     piece = (place // N // (SEG // C) * N + place % N) * (SEG // C) + place // N % (SEG // C)
     mine, apart = pairs + piece * C * C, tl.num_programs(0).to(tl.int64) * C * C
-    # Tuples of rows, unrolled: an array in registers has no index that varies.
+    # Unrolled tuples of rows: registers cannot be indexed by a variable.
     xs, asks, tells, of_A, of_L = (), (), (), (), ()
     for t in tl.static_range(C):
         at, inside = first + (start + t) * H, start + t < end
@@ -393,7 +391,7 @@ def channel_tokens(
         cell, there = at * P + op[None, :], inside & in_p
         w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
         bt = tells[l]
-        # Written keys: of their own; or keys, made again where a new start has blanked those that predict.
+        # Written keys are kw, or the keys, loaded again where a reset has zeroed those that predict.
         if APART:
             bt = tl.load(kw + cell, mask=w & in_p, other=0.0).to(tl.float32)
         elif RESET and not DECAYED:
@@ -406,7 +404,7 @@ def channel_tokens(
             later_A = more(later_A, tl.load(mine + t * C + l))
             if MOVES:
                 later_L = more(later_L, tl.load(mine + apart + t * C + l))
-        # s <- . + x_t s, from the last token to the one after l; x_t comes between a read ahead of it and one behind.
+        # s <- . + x_t s, from the last token to l + 1: terms after retain come before x_t multiplies, others after.
         for t in tl.static_range(C - 1, l, -1):
             if not EARLY_READ:
                 gbt, grt = gbt + later_A[t - l - 1] * asks[t], grt + of_A[t - l] * asks[t]
@@ -433,7 +431,7 @@ def channel_tokens(
             gpt = gpt * (1 - born)
         if EARLY_READ:
             gqt = gqt * (1 - born)
-        else:  # a token's read of its own write, too
+        else:  # a read after the write includes the token's own
             pair = tl.load(mine + l * C + l)
             grt += gqt * asks[l]
             gqt = gqt * xs[l] + pair * bt
@@ -448,7 +446,7 @@ def channel_tokens(
         tl.store(sums + cell, gqt, mask=there)
         tl.store(sums + rows + cell, gpt, mask=there)
         tl.store(sums + 2 * rows + cell, gbt, mask=there)
-    tl.debug_barrier()  # rows go on as other threads'
+    tl.debug_barrier()  # from here on other threads use these rows
     i = tl.arange(0, C)
     at, inside = first + (start + i) * H, start + i < end
     cell, there = at[:, None] * P + op[None, :], inside[:, None] & in_p

@@ -1,5 +1,5 @@
-"""One token in place: the state on buffers of its own, one launch of the loop kernel, nothing that waits for the
-device, so that a CUDA graph may hold it. [ENG-TRITON-D6]"""
+"""One token in place: the state lives in buffers, a step is one launch of the one-token kernel, and nothing waits for
+the device, so a CUDA graph can capture it. [ENG-TRITON-D6]"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hecate.tape import execute, waits
 
 
 def expect_in_place(config: MemoryConfig) -> None:
-    """Refuses configs whose promises a state that is overwritten cannot keep."""
+    """Refuses configs that need an earlier state again, or anything beside the one state."""
     if config.on_nonfinite != "propagate":
         raise ConfigError(
             f"in_place=True overwrites the state that on_nonfinite={config.on_nonfinite!r} goes back to; choose "
@@ -38,8 +38,8 @@ def expect_in_place(config: MemoryConfig) -> None:
 
 
 class Plan(NamedTuple):
-    """The part that tokens of equal looks have in common: tensors for all that they do not give, in the kernel's order;
-    room for y; the launch, None where features are made in torch; and whether every call looks at numbers in gates."""
+    """Shared by tokens of one signature: tensors in the kernel's order for arguments that the caller leaves out, else
+    None; the output buffer; the launch, None if torch computes the features; whether every call checks gate values."""
 
     numbers: list[Tensor | None]
     y: Tensor
@@ -48,38 +48,38 @@ class Plan(NamedTuple):
 
 
 class InPlace:
-    """The buffers of a memory and the steps on them.
+    """The state buffers of a memory, and steps that overwrite them.
 
     Attributes:
-        state: over the buffers, which every call overwrites; None before `adopt`.
+        state: a view of the buffers, overwritten by every call; None before `adopt`.
     """
 
     def __init__(self, config: MemoryConfig, params: Params | None) -> None:
         expect_in_place(config)
         self.config, self.params = config, params
         self.state: MemoryState | None = None
-        self.plans: dict[tuple[object, ...], Plan] = {}  # by what tokens look like, strides among it
+        self.plans: dict[tuple[object, ...], Plan] = {}  # by a token's signature, strides included
 
     def adopt(self, state: MemoryState) -> MemoryState:
-        """The buffers with the numbers of a state; new ones where its tensors have other shapes or places."""
-        own = self.state
-        pairs = [] if own is None else list(zip(_tensors(own), _tensors(state), strict=True))
+        """Copies a state into the buffers, or into new ones if shapes, dtypes or devices differ, and returns them."""
+        buffers = self.state
+        pairs = [] if buffers is None else list(zip(_tensors(buffers), _tensors(state), strict=True))
         if pairs and all([(a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) for a, b in pairs]):
             for a, b in pairs:
                 a.copy_(b)
         else:
             self.plans.clear()
-            # Buffers outlive the mode that they are made in, and are written outside of it, too.
+            # Buffers outlive a caller's inference mode, and are also written outside of it.
             with torch.inference_mode(False):
-                held = [
+                copies = [
                     {name: item.detach().clone().contiguous() for name, item in named.items()} for named in state[:2]
                 ]
-                own = state._replace(memory=held[0], slots=held[1])
-        self.state = own
-        return own  # type: ignore[return-value]
+                buffers = state._replace(memory=copies[0], slots=copies[1])
+        self.state = buffers
+        return buffers  # type: ignore[return-value]
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> Plan:
-        """Makes what tokens of some looks need.
+        """Prepares what tokens of one signature need.
 
         Raises:
             ConfigError: the kernel cannot take them.
@@ -87,67 +87,67 @@ class InPlace:
         call = self.call(q, k, v, gates)
         if (reason := no_step(call)) is not None:
             raise ConfigError(f"in_place=True takes tokens in a kernel of engine 'triton', which cannot: {reason}")
-        # erase and write come together: ones stand for the one that is not given.
+        # The kernel takes erase and write together: ones stand in for a missing one.
         inputs, keys = call.inputs, None if gates.erase is gates.write is None else torch.ones_like(call.inputs.lr)
         retain = inputs.retain if self.config.retention.uses_retain else None
         momentum = inputs.momentum if self.config.algorithm.slots else None
         both = (keys if x is None else x for x in (inputs.erase, inputs.write_gate))
-        found = (*inputs[:4], retain, momentum, *both, inputs.retain_value)
+        tensors = (*inputs[:4], retain, momentum, *both, inputs.retain_value)
         with torch.inference_mode(False):
             y = torch.empty_like(v, memory_format=torch.contiguous_format)
-            given = [
-                None if x is None else own if isinstance(own, Tensor) else x.detach().squeeze(1).clone()
-                for x, own in zip(found, (q, k, v, *gates), strict=False)
+            arguments = [
+                None if x is None else passed if isinstance(passed, Tensor) else x.detach().squeeze(1).clone()
+                for x, passed in zip(tensors, (q, k, v, *gates), strict=False)
             ]
-        pairs = zip(given, (q, k, v, *gates), strict=False)
-        numbers = [y if x is None else None if x is own else x for x, own in pairs]
-        launch = self.launch(True, given, y) if raw_token(self.config) else None
+        pairs = zip(arguments, (q, k, v, *gates), strict=False)
+        numbers = [y if x is None else None if x is passed else x for x, passed in pairs]
+        launch = self.launch(True, arguments, y) if raw_token(self.config) else None
         return Plan(numbers, y, launch, checks=not waits(k))
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> Call:
-        """The checked call of a token."""
+        """The validated call of a token."""
         timed = Gates(*(x.unsqueeze(1) if isinstance(x, Tensor) else x for x in gates))  # type: ignore[arg-type]
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         with torch.no_grad():
             return Call.of(self.config, q, k, v, timed, state=self.state, phi_params=self.params)
 
     def launch(self, raw: bool, given: list[Tensor | None], y: Tensor) -> Any:
-        """Of the kernel of one token, for such tensors."""
-        made = importlib.import_module("hecate.engine.triton.loops").OneToken
-        return made(self.config, raw, _tensors(self.state), given, y)  # type: ignore[arg-type]
+        """The launch of the one-token kernel for tensors like these."""
+        launcher = importlib.import_module("hecate.engine.triton.loops").OneToken
+        return launcher(self.config, raw, _tensors(self.state), given, y)  # type: ignore[arg-type]
 
     def features(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> list[Tensor | None]:
-        """A token whose map or step the kernel does not know, by its features, made in torch."""
+        """A token's features, value, lr, retain and momentum, made in torch when the kernel lacks its map or step."""
         gates, taken = gates._replace(erase=None, write=None, retain_value=None), self.config.forms.gates
-        own = zip(gates._fields, plan.numbers[3:6], taken, strict=False)
-        numbers = {name: x for name, x, needed in own if needed and x is not None and x is not plan.y}
+        entries = zip(gates._fields, plan.numbers[3:6], taken, strict=False)
+        numbers = {name: x for name, x, needed in entries if needed and x is not None and x is not plan.y}
         call = self.call(q, k, v, gates._replace(**numbers))
         with torch.no_grad():
             tokens = to_tokens(call.config, call.inputs, call.params, torch.float32, execute)
         return [x.squeeze(1) for x in (tokens.phi_q, tokens.phi_k, *tokens[2:6])]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None) -> Tensor:
-        """y `[B, H, V]` of one token, in a buffer that the next call overwrites; a state was adopted before."""
+        """y `[B, H, V]` of one token, in a buffer that the next call overwrites; needs a state from `adopt`."""
         state, gates = self.state, Gates() if gates is None else gates
         if state is None:
             raise TypeError("no state was adopted")
         looks = looks_of(q, k, v, gates, state, self.params, None)
         if looks is None:
             raise ConfigError("in_place=True records no gradients; call it under torch.no_grad(), outside transforms")
-        # The launch has strides in it, which `looks_of` leaves out.
+        # The launch depends on strides, which `looks_of` leaves out.
         looks += tuple([x.stride() for x in (q, k, v, *gates) if isinstance(x, Tensor)])
         plan = self.plans.get(looks)
         if plan is None:
             self.plans[looks] = plan = self.plan(q, k, v, gates)
         elif plan.checks and plan.launch is not None:
             self.call(q, k, v, gates)
-        given: list[Any] = [own if x is None else x for x, own in zip(plan.numbers, (q, k, v, *gates))]  # noqa: B905
+        args: list[Any] = [arg if x is None else x for x, arg in zip(plan.numbers, (q, k, v, *gates))]  # noqa: B905
         if plan.launch is None:
-            given[:6] = self.features(plan, q, k, v, gates)
-            there = [None if number is plan.y else x for number, x in zip(plan.numbers, given, strict=True)]
-            self.launch(False, there, plan.y)(given)
+            args[:6] = self.features(plan, q, k, v, gates)
+            there = [None if number is plan.y else x for number, x in zip(plan.numbers, args, strict=True)]
+            self.launch(False, there, plan.y)(args)
         else:
-            plan.launch(given)
+            plan.launch(args)
         return plan.y
 
 

@@ -1,19 +1,18 @@
-"""The exact engine of our own kernels on a GPU, in Triton (the extra `gpu`): matrix memories of any printed bias.
+"""The exact GPU engine: Triton kernels (extra `gpu`) for matrix memories with any bias that can be printed.
 
-There are two ways. Chunks of tokens serve none or decay, under gradient descent of each phi channel too, and momentum;
-the loop goes token by token for what else has a form. [ENG-TRITON-D5]
+There are two kernel families. Block kernels process chunks of tokens under gradient descent or momentum, with retention
+none or decay; decay per phi channel goes with gradient descent only. Loop kernels go token by token for every other
+rule with a printed form. [ENG-TRITON-D5]
 
-Forward two or three launches, backward four to six (more where a long row goes in parts), nothing waits for the
-device, and the same bits every run.
-Products of values given in float32 are made of three of TF32's, which is float32's precision; those of 16 bits of
-bfloat16's, in halves where that tells (ENG-TRITON-D10). The state is float32. Before a kernel is
-used for the first time for a rule with a dtype and widths, it has to reproduce the token loop in float64 on random
-tokens, outputs, final state and gradients, within `PARITY`; otherwise it is refused with the difference found, and the
-log told once. Verdicts are kept on disk. Second derivatives and batched cotangents go through the torch engines
-instead.
+A forward pass takes two or three launches, a backward pass four to six (more if a long row runs in parts). Nothing
+waits for the device, and every run gives the same bits.
+Products of float32 values take three TF32 products, which give float32's precision; 16-bit values use bfloat16, in two
+halves where that matters (ENG-TRITON-D10). The state is float32. Before its first use for a rule, dtype and widths, a
+kernel must match the token loop in float64 on random tokens within `PARITY`: outputs, final state and gradients.
+Otherwise it is refused and the difference logged once. Verdicts are saved on disk. Second derivatives and batched
+cotangents go through the torch engines.
 
-With TRITON_INTERPRET=1 in the environment, kernels run on a CPU in Triton's interpreter: to test them.
-[ENG-TRITON-D1]
+With TRITON_INTERPRET=1 in the environment, kernels run on a CPU in Triton's interpreter, for tests. [ENG-TRITON-D1]
 """
 
 from __future__ import annotations
@@ -54,34 +53,34 @@ from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Run, Tensors, execute
 
-WIDEST, CELLS = 256, 1 << 14  # of a state: its sides, and its numbers where one program holds all
-# Tokens from which a row is parted, and of a part at least, and programs that a card runs at once. By the algebra's
-# operations; an H200 took .53 ms of three walks for 1.62 of one, at 32,768 tokens of 8 heads of 128.
+WIDEST, CELLS = 256, 1 << 14  # largest side of a state; most cells where one program holds all
+# Fewest tokens of a row that is split, and of a part; programs that a card runs at once. By operation counts; on an
+# H200 three walks over parts took .53 ms, one over whole rows 1.62, at 32,768 tokens of 8 heads of 128.
 LONGEST, PART, PROGRAMS = 8192, 1024, 132
-FEW, LONG = 8, 8 * SEGMENT  # documents of any length; tokens of one in the loop, on average
+FEW, LONG = 8, 8 * SEGMENT  # documents of any length; or their mean length in the loop
 
 
 def _raw(plan: Plan | Call) -> bool:
-    """True if kernels read keys and queries as they lie, and make the features themselves."""
+    """True if the kernels read raw keys and queries, and compute the features themselves."""
     config = plan.config
     plain = config.step == "raw" and config.normalizer == "none" and config.forms.cheap
     return plain and not plan.general and not _loops(plan)
 
 
 def _borders(plan: Plan | Call) -> tuple[int, ...] | None:
-    """Borders of documents packed into one row, where the host knows them and they are few or long: they are walked
-    side by side. The room for their states grows with their number, in the loop by a whole segment of them."""
-    if plan.steps is not None or "reset" not in plan.masks:  # a sketch does not tell
+    """Borders of documents packed into one row, if the host knows them and the documents are few or long: they run in
+    parallel. The memory for their states grows with their number, in the loop by a segment of states each."""
+    if plan.steps is not None or "reset" not in plan.masks:  # a sketch has no borders
         return None
-    found: tuple[int, ...] | None = BORDERS.get(plan.tensors.inputs.reset)
+    borders: tuple[int, ...] | None = BORDERS.get(plan.tensors.inputs.reset)
     most = max(FEW, plan.length // (LONG if _loops(plan) else SEGMENT))
-    return found if found is not None and len(found) - 1 <= most else None
+    return borders if borders is not None and len(borders) - 1 <= most else None
 
 
 def _part(plan: Plan | Call) -> int:
-    """Tokens of the parts of a long row that are walked side by side where memories are too few for a card; 0 where
-    rows are walked whole. Of states and of what parts make of states there are two walks more, three beside a momentum,
-    and at least twice as many parts as walks in all. Kernels that are trusted for whole rows alone walk them whole."""
+    """Tokens per part if memories are too few for a card and long rows run in parallel parts; 0 if rows run whole.
+    Parts add two walks for their local states and transfer matrices, three with momentum, so there must be at least
+    twice as many parts as walks. Kernels trusted only for whole rows run them whole."""
     linear = plan.config.forms.target or plan.config.forms.error
     if plan.length < LONGEST or plan.steps is not None or plan.traced or _loops(plan) or not linear:
         return 0
@@ -96,7 +95,7 @@ def _part(plan: Plan | Call) -> int:
 
 
 class Triton(TokenEngine):
-    """Kernels of our own on a GPU, the state in registers."""
+    """Triton kernels on a GPU that keep the state in registers."""
 
     name = "triton"
     reason = "a kernel keeps the state in registers, and has passed its parity test"
@@ -130,31 +129,30 @@ class Triton(TokenEngine):
         return None
 
     def unfit(self, plan: Plan) -> str | None:
-        """Torch looking on, another dtype or device, a large state, no Triton, or a kernel that is not trusted."""
+        """Refuses traced calls, other dtypes or devices, large states, a missing Triton and untrusted kernels."""
         return _unfit(plan, _loops(plan))
 
     def cost(self, plan: Plan) -> float:
-        """Ahead of blocks in torch on a GPU, behind a kernel of `fla`; the loop has a latency for every token. The
-        interpreter is for who asks for it."""
+        """Ranks ahead of torch blocks on a GPU and behind a kernel of `fla`. The loop has a latency per token. The
+        interpreter is never chosen unasked."""
         if plan.device != "cuda":
             return math.inf
         return 100.0 + (60.0 if _loops(plan) else 20.0) * plan.length
 
     def outputs(self, call: Call, run: Run) -> Tensors:
-        """By the short way, where a call that looked the same has left one. [ENG-TRITON-D12]"""
+        """Takes the short path if an earlier call of the same signature has left one. [ENG-TRITON-D12]"""
         if run is execute and call.given is not None:
             q, k, v, gates, _, state, initial, *_ = call.given
-            found: Tensors = call.plan.short(q, k, v, gates, state, initial)
-            return found
-        found = super().outputs(call, run)
+            results: Tensors = call.plan.short(q, k, v, gates, state, initial)
+            return results
+        results = super().outputs(call, run)
         if run is execute and call.plan.short is None and not call.traced:
             q, k, *_ = call.inputs
             call.plan.short = _raw(call) and is_short(call) and Short(call, _exact(call, q, k), _part(call))
-        return found
+        return results
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
-        """From what is given where kernels make features of it, narrow numbers as narrow as they are; else as all
-        engines for tokens."""
+        """Passes raw inputs in their own dtype to kernels that compute features; else runs like every token engine."""
         if not _raw(call):
             return super().run(call, run)
         inputs = call.inputs
@@ -165,7 +163,7 @@ class Triton(TokenEngine):
         return y, *carry.flat
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
-        """In the kernels, heads as they lie."""
+        """Runs the kernels, with heads in the caller's layout."""
         return self._scan(call, tokens, carry, initial, run, raw=False)
 
     @staticmethod
@@ -174,7 +172,7 @@ class Triton(TokenEngine):
     ) -> tuple[Tensor, Carry]:
         exact = None if _loops(call) else _exact(call, tokens.phi_q, tokens.phi_k, raw=raw)
         if call.traced:
-            from hecate.engine.triton.ops import scanned  # torch takes its time to register operators
+            from hecate.engine.triton.ops import scanned  # deferred, as torch registers operators slowly
 
             return scanned(call.config, exact, raw, tokens, carry, initial[0])
         kernel = kernel_of(call.config, exact, raw=raw, borders=_borders(call), part=_part(call))
@@ -182,17 +180,17 @@ class Triton(TokenEngine):
 
 
 def _exact(call: Call, q: Tensor, k: Tensor, *, raw: bool = True) -> str:
-    """The precision of block kernels that read such queries and keys."""
+    """The precision of block kernels for such queries and keys."""
     return precision_of(call.config, call.values, narrow=raw and q.dtype == k.dtype == call.values)
 
 
 def raw_token(config: MemoryConfig) -> bool:
-    """True if the kernel of one token makes features of keys and queries, as they lie."""
+    """True if the one-token kernel computes the features of keys and queries itself."""
     return config.step == "raw" and config.forms.cheap and not config.forms.dampens
 
 
 def no_step(plan: Plan | Call) -> str | None:
-    """Reason why the kernel of one token cannot take a token in place; None if it can."""
+    """Reason why the one-token kernel cannot take a token in place; None if it can."""
     if RATES in plan.general:
         return "its kernels take one lr of a token, not one of each weight"
     return Engine.registry["triton"].excludes(plan.config) or _unfit(plan, loops=True, token=True)
@@ -212,7 +210,7 @@ def _unfit(plan: Plan | Call, loops: bool, *, token: bool = False) -> str | None
         return f"its kernels hold states of up to {most}, not {' x '.join(map(str, plan.shape))}"
     if plan.device != "cuda" and not interpreting():
         return f"its kernels run on a GPU, the tensors are on {plan.device}"
-    if plan.traced:  # the operators ask when they run
+    if plan.traced:  # operators check trust when they run
         return untold(plan.config)
     if find_spec("triton") is None:
         return f"it needs triton: {install_line('gpu')}"
@@ -220,8 +218,7 @@ def _unfit(plan: Plan | Call, loops: bool, *, token: bool = False) -> str | None
 
 
 def _loops(plan: Plan | Call) -> bool:
-    """True if a call is for the loop kernels: blocks know retention none and decay, under gradient descent of each phi
-    channel too, and momentum."""
+    """True if a call needs the loop kernels; the module says what blocks handle."""
     forms, channels = plan.config.forms, plan.channels
     if "retain_value" in plan.general or not forms.plain:
         return True
@@ -229,7 +226,7 @@ def _loops(plan: Plan | Call) -> bool:
 
 
 def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False, token: bool = False) -> str | None:
-    """Reason why the kernel of a call, of rows walked whole or parted or of one token in place, is not trusted."""
+    """Reason why the kernel of a call is not trusted; parted: for rows in parts, token: for one token in place."""
     config = plan.config
     raw = raw_token(config) if token else _raw(plan)
     judged = config.launches.get(("judged", raw, loops))
@@ -237,7 +234,7 @@ def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False, token: boo
         judged = _judged(config, raw, loops)
         keep(config.launches, ("judged", raw, loops), judged)
     there = {
-        "write": "write" in plan.masks or config.on_nonfinite == "skip",  # which leaves tokens out by a mask
+        "write": "write" in plan.masks or config.on_nonfinite == "skip",  # skip masks tokens out
         "reset": "reset" in plan.masks,
         "phi_w": "erase" in plan.general or "write" in plan.general,
         "retain_value": "retain_value" in plan.general,
@@ -250,18 +247,18 @@ def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False, token: boo
         TOKEN: token,
         GATES: token and plan.tensors.inputs.lr.itemsize < plan.dtype.itemsize,
     }
-    flags = tuple(name for name, given in there.items() if given)
+    flags = tuple(name for name, present in there.items() if present)
     return verdict(judged, flags, plan.values, plan.device, plan.shape)
 
 
 def _judged(config: MemoryConfig, raw: bool, loops: bool) -> MemoryConfig:
-    """The part of a config that its kernels compute, of which a verdict is."""
-    own: dict[str, Any] = {"bias": config.bias, "decay_order": config.decay_order, "read": config.read}
+    """The part of a config that its kernels compute; verdicts are keyed by it."""
+    fields: dict[str, Any] = {"bias": config.bias, "decay_order": config.decay_order, "read": config.read}
     if raw:
-        own |= {"feature_map": config.feature_map, "key_norm": config.key_norm, "query_scale": config.query_scale}
+        fields |= {"feature_map": config.feature_map, "key_norm": config.key_norm, "query_scale": config.query_scale}
     if loops:
-        own |= {"retention": config.retention, "algorithm": config.algorithm}
+        fields |= {"retention": config.retention, "algorithm": config.algorithm}
     else:
-        own["retention"] = Decay() if config.retention.uses_retain else NoRetention()
-        own["algorithm"] = Momentum() if config.algorithm.slots else GD()
-    return MemoryConfig(**own)
+        fields["retention"] = Decay() if config.retention.uses_retain else NoRetention()
+        fields["algorithm"] = Momentum() if config.algorithm.slots else GD()
+    return MemoryConfig(**fields)

@@ -1,13 +1,13 @@
-"""The kernel ahead of the walks: what a chunk of C tokens does to itself, all chunks at once.
+"""The kernel before the walks: interactions within each chunk of C tokens, for all chunks in parallel.
 
-With the names of `block`, F what predictions see and K_q what reads see of earlier writes, rows Q, K and W of a chunk
-(W the written keys) and lr on the columns,
+Names are those of `block`. F and K_q weigh earlier writes in predictions and in reads; Q, K and W are a chunk's
+queries, keys and written keys as rows; lr scales columns:
 
-    L = F o (K W^T) lr,   A = K_q o (Q W^T) lr,   T = (I + L)^-1,
+    L = F o (K W^T) lr,   A = K_q o (Q W^T) lr,   T = (I + L)^-1.
 
-and then what is written are D = T (V - pred) for an error, pred the predictions by the chunk's first states, and the
-reads are theirs plus A D. Norms of rows, the scale of queries and lr are in the numbers of a token, so that keys in
-bfloat16 go to the tensor cores as they lie. [ENG-TRITON-D10]
+For an error bias the writes are D = T (V - pred), with pred the predictions from the chunk's first states, and outputs
+are the reads of these states plus A D. Row norms, the query scale and lr go into scalars per token, so that bfloat16
+keys reach the tensor cores as stored. [ENG-TRITON-D10]
 """
 
 import triton
@@ -19,7 +19,7 @@ from hecate.engine.triton.maps import COUNTS, PLAIN, over, sized
 
 @triton.jit
 def over_size(x, NORM: tl.constexpr):
-    """One over the sizes of rows."""
+    """Reciprocals of the sizes of rows."""
     found = tl.sum(x.to(tl.float32) * 0.0, 1) + 1.0
     if NORM != "none":
         _, size = sized(x.to(tl.float32), NORM)
@@ -29,7 +29,7 @@ def over_size(x, NORM: tl.constexpr):
 
 @triton.jit
 def keys_of(q, k, kw, lr, at, inside, w, op, P, APART: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr):
-    """(queries, keys, written keys) as products take them, and what is left to multiply each by: written ones by lr."""
+    """(queries, keys, written keys) as operands, and the scalars still to multiply each: lr for written keys, too."""
     own, asked = rows(k, at, w, op, P, MAP), rows(q, at, inside, op, P, MAP)
     of_k, of_q = over_size(own, SIZE), over_size(asked, SIZE) * MAP[3]
     step, written = tl.load(lr + at, mask=w, other=0.0).to(tl.float32), own
@@ -42,20 +42,20 @@ def keys_of(q, k, kw, lr, at, inside, w, op, P, APART: tl.constexpr, MAP: tl.con
 
 @triton.jit
 def at_level(x, i, h: tl.constexpr):
-    """x in the lower left quarters of the squares of 2 h on the diagonal, 0 elsewhere."""
-    # Squares of 2 h rows on the diagonal: those of h are inverted, and the quarter below them joins them.
-    left = tl.where(i // h % 2 == 0, i // h + 1, -1)  # the piece of h rows that a column's quarter is in
+    """x in the lower left quadrants of the 2 h x 2 h blocks on the diagonal, 0 elsewhere."""
+    # The diagonal blocks of h rows are inverted; the quadrant below merges two of them into one of 2 h rows.
+    left = tl.where(i // h % 2 == 0, i // h + 1, -1)  # the h rows of a column's quadrant
     return tl.where((i // h)[:, None] == left[None, :], x, 0.0)
 
 
 @triton.jit
 def inverse(L, i, LOG: tl.constexpr, HALVES: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr):
-    """(I + L)^-1 of 2^LOG rows, L strictly below the diagonal, by merging squares. No power of L is made: those of a
-    run of equal keys at lr 1, where L is all ones, cost every digit. Narrow operands leave an error of up to 1e-2,
-    which one step of Newton's squares, its residual by L in two halves."""
+    """(I + L)^-1 of 2^LOG rows, L strictly lower triangular, by merging diagonal blocks. Powers of L are avoided: for a
+    run of equal keys at lr 1, L is all ones and its powers lose every digit. Narrow operands leave an error of up to
+    1e-2, which one Newton step squares; its residual takes L in two halves."""
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     X = one - at_level(L, i, 1)
-    # [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], for all squares of a size at once.
+    # [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], for all blocks of a size at once.
     for n in tl.static_range(1, LOG):
         X -= at_level(times(times(X, L, DT, EXACT), X, DT, EXACT), i, 1 << n)
     if HALVES:
@@ -68,7 +68,7 @@ def inverse(L, i, LOG: tl.constexpr, HALVES: tl.constexpr, DT: tl.constexpr, EXA
 
 @triton.jit
 def put(x, place, i, m, C: tl.constexpr, HALVES: tl.constexpr):
-    """Stores a chunk's matrix of pairs, in two halves if asked."""
+    """Stores a chunk's matrix of pairs, in two halves if HALVES."""
     N: tl.constexpr = 2 if HALVES else 1
     pair = x + place * N * C * C + i[:, None] * C + i[None, :]
     high = narrowed(m, x.dtype.element_ty)
@@ -85,7 +85,7 @@ def factors(
     DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr,
     HALVES: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each chunk: T (L where u is no error), A, and what tokens and the end weigh.
+    """One program per chunk: T (L if u is not an error), A, and the coefficients of tokens and of the chunk's end.
 
     numbers `[chunks, 8, C]`: aq, sq, zq; af, sf, zf; K and P at the chunk's end, times lr. ends `[chunks, 4]`: a, s, e,
     z there."""
@@ -114,7 +114,7 @@ def factors(
     tl.store(mine, aq * of_q)
     tl.store(mine + C, sq * of_q)
     tl.store(mine + 2 * C, zq * of_q)
-    # Row C - 1 of K and P: what the chunk's end sees of each token's write.
+    # Row C - 1 of K and P holds the weight of each token's write at the chunk's end.
     last = (i == C - 1)[:, None]
     tl.store(mine + 6 * C, tl.sum(tl.where(last, K, 0.0), 0) * step)
     tl.store(mine + 7 * C, tl.sum(tl.where(last, Pm, 0.0), 0) * step)

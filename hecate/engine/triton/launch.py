@@ -1,4 +1,4 @@
-"""Calls of the kernels: tensors as they lie, tiles for their widths, and the record between forward and backward."""
+"""Launches of the block kernels: tensor arguments, tile sizes, and the record from forward to backward."""
 
 from __future__ import annotations
 
@@ -25,47 +25,46 @@ from hecate.engine.triton.tiles import map_of, tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
-ROWS = 32  # of a norm's program
-ALIGNED = 16  # bytes: Triton takes the address of a tensor for a multiple of them, or not
-SAME = (None, None, "none", 1.0)  # of features
+ROWS = 32  # rows per program of a norm
+ALIGNED = 16  # bytes: Triton compiles for addresses that are multiples of it, or for any
+SAME = (None, None, "none", 1.0)  # the identity map
 
 
 class Form:
-    """The part that calls of equal looks have in common, without tensors: sizes, launches, flags, and the kernels that
-    were compiled for them. [ENG-TRITON-D12]
+    """Shared by calls of one signature, without tensors: sizes, launches, flags and compiled kernels. [ENG-TRITON-D12]
 
-    Triton finds a kernel by all of its arguments, some 50 of which are the same in every call: once found, it is
-    launched as it is, by whoever has tensors that Triton would take for the same."""
+    Triton looks up a kernel by all of its arguments, some 50 of which are the same in every call. A kernel found once
+    is launched directly for any tensors that Triton would take for the same."""
 
     def __init__(self, config: MemoryConfig, exact: str, raw: bool, docs: bool, part: int, inputs: Tensors) -> None:
         """As for `Scan`; docs: whether there are borders."""
         states = 1 + len(config.algorithm.slots)
-        given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
+        fields = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
         memory = one(inputs[:1])
-        self.length, (self.count, self.height, self.width) = given.v.shape[1], memory.shape
+        self.length, (self.count, self.height, self.width) = fields.v.shape[1], memory.shape
         self.parts, self.part, self.row = -(-self.length // part) if part else 0, part, self.length
-        if part:  # documents of one long row
-            count = len(given.v)
+        if part:  # parts are documents of one long row
+            count = len(fields.v)
             self.count, self.length = self.count // count, count * self.length
         self.slots, self.decays = states > 1, config.retention.uses_retain
-        self.channels = self.decays and given.retain.dim() > given.lr.dim()
+        self.channels = self.decays and fields.retain.dim() > fields.lr.dim()
         self.bias = tiles_of(config.bias, turned=True)
         linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
         self.chunks = chunks_of(self.width, exact, linear=linear)
         sizes, narrow = (card, self.height, self.width), self.chunks.narrow
         self.least = least = least_of(card, exact)
         self.walks = walked(*sizes, momentum=self.slots, narrow=narrow, whole=not self.bias.apart, least=least)
-        # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
+        # The interpreter does not round to bfloat16, and its bfloat16 products are wrong.
         self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
         phi = phi_of(config, self.width) if raw else SAME
-        lie = exact == "bf16"  # rows are operands as they lie, their sizes beside them
+        lie = exact == "bf16"  # rows are operands as stored, scaled by their sizes after products
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(least, triton.next_power_of_2(self.width)),
             "C": self.chunks.size, "SEG": self.chunks.segment, "LOG": self.chunks.size.bit_length() - 1,
             "MOVES": self.bias.moves, "RETAIN": self.decays, "MOMENTUM": self.slots,
             "FORM": "target" if not self.bias.moves else "error" if self.bias.error else "rows",
-            "MASK": given.write is not None, "RESET": given.reset is not None and not docs,
-            "APART": given.phi_w is not None,
+            "MASK": fields.write is not None, "RESET": fields.reset is not None and not docs,
+            "APART": fields.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
             "CHANNELS": self.channels, "DOCS": docs or part > 0, "PARTS": part > 0, "HOLLOW": False,
             "STAGES": self.walks.stages, "PSI": self.bias.psi, "PULL": self.bias.pull,
@@ -75,43 +74,41 @@ class Form:
             "PHI": phi, "MAP": (*phi[:2], "none" if lie else phi[2], phi[3]), "SIZE": phi[2] if lie else "none",
             "BARE": (*phi[:2], "none", phi[3]),
         }  # fmt: skip
-        # Chunks of 16 tokens are short rows, too: their products are of fewer than 64 rows, or of float32, which other
-        # instructions of the card make.
+        # Chunks of 16 tokens: products of fewer than 64 rows, or of float32, use other instructions of a card.
         full = {"DT": tl.float32, "EXACT": "tf32x3", "FINE": "tf32x3"}
         self.wide: dict[str, Any] = {} if narrow else full
         self.walk: dict[str, Any] = {} if self.bias.apart else self.wide
         self.interpreted = interpreting()
         self.kernels: dict[Any, tuple[Any, list[Any]]] = {}
-        self.tables: dict[int, Documents] = {}  # of parts, by stream
+        self.tables: dict[int, Documents] = {}  # tables of parts, by stream
 
     @classmethod
     def of(cls, config: MemoryConfig, exact: str, raw: bool, docs: bool, part: int, inputs: Tensors) -> Form:
-        """As the config keeps it."""
+        """The form cached in the config, or a new one."""
         looks: list[object] = [exact, raw, docs, part]
         for item in inputs:
             looks += (None,) if item is None else (item.shape, item.dtype)
         key = (*looks, one(inputs[:1]).device)
-        found: Form | None = config.launches.get(key)
-        if found is None:
-            found = cls(config, exact, raw, docs, part, inputs)
-            keep(config.launches, key, found)
-        return found
+        form: Form | None = config.launches.get(key)
+        if form is None:
+            form = cls(config, exact, raw, docs, part, inputs)
+            keep(config.launches, key, form)
+        return form
 
     def told(self, kernel: Any, launch: Launch, **more: Any) -> dict[str, Any]:
-        """The options of a kernel, and those flags that it asks for."""
+        """The launch options of a kernel, and those flags that it takes."""
         flags = self.flags | {"BV": launch.tile} | more
-        own = {"num_warps": launch.warps, "num_stages": 1}
-        return own | {name: flags[name] for name in kernel.arg_names if name in flags}
+        options = {"num_warps": launch.warps, "num_stages": 1}
+        return options | {name: flags[name] for name in kernel.arg_names if name in flags}
 
 
 class Given:
-    """The inputs of one call as kernels take them: states `[N, V, P]` (slot None without momentum) and tokens, `[B, T,
-    H, *]` as they lie; `[N, T, *]` are those of one head."""
+    """The inputs of one call as the kernels take them: states `[N, V, P]` (slot None without momentum) and tokens `[B,
+    T, H, *]`; tokens `[N, T, *]` have one head."""
 
     def __init__(self, config: MemoryConfig, borders: tuple[int, ...] | None, inputs: Tensors) -> None:
-        """From memory, slots, initial memory and the fields of `Tokens`, flat; borders: of the documents that reset
-        tells of, which then are walked side by side. given: q, k, kw, v, lr, retain, momentum, write, reset and
-        retain_value."""
+        """inputs: memory, slots, initial memory and the fields of `Tokens`, flat; borders: of documents, which replace
+        reset and run in parallel. Sets given: q, k, kw, v, lr, retain, momentum, write, reset, retain_value."""
         states = 1 + len(config.algorithm.slots)
         k, q, v, lr, retain, momentum, write, reset, kw, value = inputs[states + 1 :]
         shape = one((lr,)).shape
@@ -125,20 +122,20 @@ class Given:
         gates = retain if config.retention.uses_retain else None, momentum if states > 1 else None
         tensors = (q, k, kw, v, lr, *gates, *by_heads, value)
         self.given = [None if x is None else x.contiguous() for x in tensors]
-        v = self.given[3]  # in place of what is not there
+        v = self.given[3]  # stands in for absent tensors
         self.arguments: list[Any] = [
             v if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.given
         ]
 
 
 class Scan(Form, Given):
-    """The inputs of one call of the block kernels, with all that its form has."""
+    """One call of the block kernels: its inputs, and the attributes of its form."""
 
     def __init__(
         self, config: MemoryConfig, exact: str, raw: bool, borders: tuple[int, ...] | None, part: int, inputs: Tensors
     ) -> None:
-        """As for `Given`; raw: keys and queries are no features yet; part: tokens of the parts in which each row is
-        walked side by side, or 0."""
+        """As for `Given`; raw: keys and queries are not features yet; part: tokens per part if each row runs in
+        parallel parts, else 0."""
         vars(self).update(vars(Form.of(config, exact, raw, borders is not None, part, inputs)))
         Given.__init__(self, config, borders, inputs)
         self.documents, self.where = self._documents(borders), self._where()
@@ -148,15 +145,15 @@ class Scan(Form, Given):
             return Documents.of(borders, self.row, self.chunks.segment, self.memory)
         here, of = self.memory, (self.length // self.row, self.row, self.part, self.chunks.segment)
         if here.is_cuda and torch.cuda.is_current_stream_capturing():
-            return Documents.parts(*of, here)  # which the graph holds
-        # By stream: another one would read them before they are there.
+            return Documents.parts(*of, here)  # the graph owns these tables
+        # One table per stream: another stream could read it before it is written.
         stream = torch.cuda.current_stream(here.device).stream_id if here.is_cuda else 0
         if stream not in self.tables:
             keep(self.tables, stream, Documents.parts(*of, here))
         return self.tables[stream]
 
     def _where(self) -> Any:
-        """The stream of kernels that were found already; None where Triton would take these tensors for others."""
+        """The stream to launch cached kernels on; None if Triton would compile others for these tensors."""
         if self.interpreted:
             return None
         for item in (self.memory, self.slot, self.restart, *self.given):
@@ -165,71 +162,71 @@ class Scan(Form, Given):
         return stream_of(self.memory.device)
 
     def launch(self, kernel: Any, settings: Launch, grid: tuple[int, int, int], *given: Any, **more: Any) -> None:
-        """Launches a kernel: as it was found for the form, or by Triton, which finds it."""
+        """Launches a kernel: the one cached in the form, or through Triton, which looks it up."""
         if self.where is None:
             kernel[grid](*given, **self.told(kernel, settings, **more))
             return
         at = (kernel.__name__, *more.items())
-        found = self.kernels.get(at)
-        if found is not None:
-            made, flags = found
-            made[grid](*given, *flags, stream=self.where)
+        entry = self.kernels.get(at)
+        if entry is not None:
+            compiled, flags = entry
+            compiled[grid](*given, *flags, stream=self.where)
             return
-        told = self.told(kernel, settings, **more)
-        made = kernel[grid](*given, **told)
-        if isinstance(made, CompiledKernel):
-            self.kernels[at] = made, [told[name] for name in kernel.arg_names[len(given) :]]
+        options = self.told(kernel, settings, **more)
+        compiled = kernel[grid](*given, **options)
+        if isinstance(compiled, CompiledKernel):
+            self.kernels[at] = compiled, [options[name] for name in kernel.arg_names[len(given) :]]
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Room for numbers."""
+        """An uninitialised tensor on the memory's device."""
         return self.memory.new_empty(shape, dtype=dtype)
 
     def factors(self) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-        """Rows as walks read them; pairs of tokens and numbers of all chunks; and flags that go with such rows."""
+        """(rows as the walks read them; pairs of tokens and coefficients of all chunks; flags for such rows)."""
         q, k, kw, _, *gates, write, reset, _ = self.arguments
         size = self.chunks.size
         places = self.documents.segments * (self.chunks.segment // size) * self.count
         pairs = [self.new(places, 1 + self.chunks.narrow, size, size, dtype=self.dtype) for _ in range(2)]
         lengths = (self.length, self.heads, self.count)
         if not self.channels:
-            found = [*pairs, self.new(places, 8, size), self.new(places, 4)]
+            coefficients = [*pairs, self.new(places, 8, size), self.new(places, 4)]
             self.launch(
                 factors, self.walks.factors, (places, 1, 1),
-                q, k, kw, *gates, write, reset, self.documents.spans, *found, *lengths,
+                q, k, kw, *gates, write, reset, self.documents.spans, *coefficients, *lengths,
             )  # fmt: skip
-            return [q, k, kw, q, k], found, {}
-        made = [self.new(*k.shape, dtype=self.dtype) for _ in range(5 if self.flags["RESET"] else 3)]
-        made, ends = (made * 2)[:5], self.new(places, 2, self.width)
+            return [q, k, kw, q, k], coefficients, {}
+        scaled = [self.new(*k.shape, dtype=self.dtype) for _ in range(5 if self.flags["RESET"] else 3)]
+        scaled, ends = (scaled * 2)[:5], self.new(places, 2, self.width)
         self.launch(
             channel_factors, self.walks.factors._replace(warps=8), (places, 1, 1),
-            q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *made, ends, *lengths, **self.wide,
+            q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *scaled, ends, *lengths, **self.wide,
         )  # fmt: skip
-        return made, [*pairs, ends, ends], {"APART": True, "MAP": SAME}
+        return scaled, [*pairs, ends, ends], {"APART": True, "MAP": SAME}
 
     def scanned(self, walk: tuple[Any, ...], memory: Tensor, slot: Tensor, *to: Tensor, PART: str, **more: Any) -> None:
-        """Launches a part of `scan` from first states: to y, u, kept states and last ones."""
-        rows, found, flags = walk
+        """Launches a PART of `scan` from first states; it fills y, u, saved states and last states (to)."""
+        rows, coefficients, flags = walk
         v, write, documents = self.arguments[3], self.arguments[7], self.documents
         table, programs = documents.docs, documents.programs
-        if PART == "outputs":  # of all chunks at once
+        if PART == "outputs":  # all chunks in parallel
             table, programs = documents.spans, documents.segments
         grid = programs * self.count, -(-more.get("V", self.height) // self.walks.walk.tile), 1
         self.launch(
             scan, self.walks.walk, grid,
-            *rows, v, write, table, *found, memory, slot, self.restart, *to, self.length, self.heads, self.count,
+            *rows, v, write, table, *coefficients, memory, slot, self.restart, *to, self.length, self.heads, self.count,
             self.bias.cu, PART=PART, **flags, **self.walk, **more,
         )  # fmt: skip
 
     def ends(self, walk: tuple[Any, ...], memory: Tensor, slot: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-        """The last states of all parts from their first ones."""
+        """The last states of all parts, from their first states."""
         v, last = self.arguments[3], torch.empty_like(memory)
         pair = last, torch.empty_like(memory) if self.slots else last
         self.scanned(walk, memory, slot, v, v, memory, slot, *pair, PART="ends", KEEPS=False, V=memory.shape[1], **more)
         return pair
 
     def moves(self, walk: tuple[Any, ...], none: Tensor) -> Tensor:
-        """Matrices from the states that enter each part to those it hands on, `[rows, parts, heads, n P, n P]` of n
-        states; `none` are states of 0."""
+        """Transfer matrices of parts, from states that enter to states that leave, `[rows, parts, heads, n P, n P]` for
+        n states; `none` are zero states."""
         if self.width != none.shape[1]:
             none = none.new_zeros(len(none), self.width, self.width)
         whole = none.clone()
@@ -241,16 +238,16 @@ class Scan(Form, Given):
         return torch.cat([torch.cat(first, -1), torch.cat(second, -1)], -2)
 
     def by_part(self, states: Sequence[Tensor]) -> Tensor:
-        """States side by side in float64, part by part: `[parts, rows x heads, V, n P]`."""
+        """States concatenated, in float64 and by part: `[parts, rows x heads, V, n P]`."""
         whole = beside(states).unflatten(0, (-1, self.parts, self.count)).transpose(0, 1)
         return whole.to(torch.float64, memory_format=torch.contiguous_format).flatten(1, 2)
 
     def entered(
         self, states: Sequence[Tensor], local: Sequence[Tensor], moves: Tensor, *, back: bool
     ) -> tuple[Tensor, Tensor]:
-        """The memory and slot that enter each part: `states` enter the first of a row, and a part hands on what it
-        makes by itself (local) and, by its moves, of what entered; or, back, cotangents from the last to the first, by
-        the moves transposed. In float64, which neither autocast nor TF32 rounds."""
+        """The memory and slot that enter each part. `states` enter the first; each part hands on its local result plus
+        its transfer matrix (moves) applied to what entered. With back, cotangents go from the last part to the first,
+        through the transposed matrices. In float64, which neither autocast nor TF32 rounds."""
         made, moved = self.by_part(local[: 1 + self.slots]).unbind(0), self.by_part([moves]).unbind(0)
         order = range(self.parts)[::-1] if back else range(self.parts)
         entering = [beside(states).double()]
@@ -263,17 +260,17 @@ class Scan(Form, Given):
         return whole[0], whole[-1]
 
     def last_of(self, states: Sequence[Tensor], part: int) -> list[Tensor]:
-        """The states of a part of each row, which do not keep the others'."""
-        own = [item.unflatten(0, (-1, self.parts, self.count))[:, part] for item in states[: 1 + self.slots]]
-        found = [item.flatten(0, 1).clone() for item in own]
-        return [found[0], found[-1]]
+        """Copies of one part's states in each row, so that those of other parts can be freed."""
+        chosen = [item.unflatten(0, (-1, self.parts, self.count))[:, part] for item in states[: 1 + self.slots]]
+        copies = [item.flatten(0, 1).clone() for item in chosen]
+        return [copies[0], copies[-1]]
 
     def none(self) -> Tensor:
-        """States of 0 for all parts."""
+        """Zero states for all parts."""
         return self.memory.new_zeros(self.documents.programs * self.count, *self.memory.shape[1:])
 
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
-        """Outputs and final states; and the record for `backward` if asked for."""
+        """Outputs and final states; and the record for `backward` if it keeps one."""
         v, walk = self.arguments[3], self.factors()
         memory, slot = self.memory, self.memory if self.slot is None else self.slot
         moves: Tensors = ()
@@ -296,7 +293,7 @@ class Scan(Form, Given):
         return (y, *finals), (us, states, slots, *moves) if keeps else ()
 
     def met(self, first: Tensor, slot: Tensor, restart: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cotangents of the rows' memories, slots and of what they restart at, from those that programs leave."""
+        """Cotangents of the rows' memories, slots and restart weights, from those of the programs."""
         if not self.parts:
             return self.documents.met(first, slot, restart)
         return *self.last_of((first, slot), 0), restart  # type: ignore[return-value]
@@ -313,7 +310,7 @@ class Scan(Form, Given):
         kept_Y = kept_G if self.slot is None else torch.empty_like(kept)
         gv = torch.empty_like(v)
         us, es = (self.new(*v.shape), self.new(*v.shape)) if self.bias.moves else (v, v)
-        if self.bias.error:  # whose E is the cotangent of v, but in float32: lr's is a difference of what it comes to
+        if self.bias.error:  # E is the cotangent of v, but in float32: that of lr is a difference of its terms
             us, gv = preds, es
         g0, y0, gz = (self.new(self.documents.programs * self.count, *g1.shape[1:]) for _ in range(3))
         numbers = (self.length, self.heads)
@@ -326,21 +323,21 @@ class Scan(Form, Given):
                 gz, *numbers, self.bias.cu, self.bias.cg, **flags, **self.walk,
             )  # fmt: skip
 
-        if self.parts:  # once for what each part's own outputs ask, and then from what those behind it ask, too
+        if self.parts:  # first with the cotangents of a part's own outputs, then with those of later parts, too
             none = self.none()
             pulled(none, none)
             g1, y1 = self.entered((g1, y1)[: 1 + self.slots], (g0, y0), moved[0], back=True)
         pulled(g1, y1)
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
-        found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
+        g_gates = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
         grid, to_w = (self.documents.segments * self.count, 1, 1), gk if gw is None else gw
         spans, segment = self.documents.spans, self.chunks.segment
         g0, y0, gz, gv = *self.met(g0, y0, gz), gv.to(v.dtype)
-        own = (g0,) if self.slot is None else (g0, y0)
-        grads = (*own, gz if self.restarts else None, gk, gq, gv, glr, *found, None, None, gw, None)
+        g_states = (g0,) if self.slot is None else (g0, y0)
+        grads = (*g_states, gz if self.restarts else None, gk, gq, gv, glr, *g_gates, None, None, gw, None)
         if self.channels:
-            self.channelled((us, es, kept, gy, kept_G), (gq, gk, to_w, glr, found[0]))
+            self.channelled((us, es, kept, gy, kept_G), (gq, gk, to_w, glr, g_gates[0]))
             return grads
         sums, ends = self.new(8, lr.numel()), self.new(self.documents.segments, self.count, 4)
         counts = (*numbers, self.count, lr.numel())
@@ -350,7 +347,7 @@ class Scan(Form, Given):
             ends, *counts, C=segment,
         )  # fmt: skip
         if self.decays or self.slots:
-            to = [v if x is None else x for x in found]
+            to = [v if x is None else x for x in g_gates]
             self.launch(
                 gates, self.walks.rows, grid,
                 *self.arguments[:9], spans, us, es, gy, sums, ends, *to, *counts, C=segment,
@@ -358,7 +355,7 @@ class Scan(Form, Given):
         return grads
 
     def channelled(self, record: Tensors, cotangents: Tensors) -> None:
-        """Fills the cotangents of queries, keys, written keys, lr and retain of each channel, by what `pull` left."""
+        """Fills the cotangents of queries, keys, written keys, lr and retain per channel, from what `pull` stored."""
         q, k, kw, v, lr, retain, _, write, reset, _ = self.arguments
         us, es, kept, gy, kept_G = record
         segment, places, launch = self.chunks.segment, self.documents.segments * self.count, self.walks.rows
@@ -386,20 +383,20 @@ class Scan(Form, Given):
 
 
 def beside(states: Sequence[Tensor]) -> Tensor:
-    """States side by side."""
+    """States concatenated along the last axis."""
     return states[0] if len(states) == 1 else torch.cat([*states], -1)
 
 
 def stream_of(device: torch.device) -> int | None:
-    """The stream that kernels are launched on; None where that is not on the tensors' card."""
-    if device.type != "cuda":  # where kernels are compiled and run nothing
+    """The current stream; None if it is not on the tensors' card."""
+    if device.type != "cuda":  # kernels are compiled, but do not run
         return 0
     index = torch.cuda.current_device()
     return driver.active.get_current_stream(index) if index == device.index else None
 
 
 def phi_of(config: MemoryConfig, width: int) -> tuple[Any, Any, str, float]:
-    """The map of a config and its pullback, None for the identity, its norm, and what queries are multiplied by."""
+    """(map, its pullback, norm, scale of queries) of a config; map and pullback are None for the identity."""
     there, back = SAME[:2] if config.forms.identity else map_of(config.feature_map)
     return there, back, config.key_norm, width**-0.5 if config.query_scale == "key_dim" else 1.0
 
@@ -424,7 +421,7 @@ def normed_vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -
 
 
 def _rows(inputs: Tensors) -> tuple[Tensor, tuple[int, ...]]:
-    """Rows whose numbers lie side by side; T, H, and the strides of all other axes."""
+    """Rows with a contiguous last axis; and T, H and the strides of all other axes."""
     x: Tensor = one(inputs).detach()
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x, (*x.shape[1:3], *x.stride()[:3])

@@ -1,11 +1,11 @@
-"""The loop kernels: a matrix memory token by token, for what no block form takes.
+"""The loop kernels: a matrix memory token by token, for rules without a block form.
 
-The state that is carried, A, and a momentum S stay in registers; W is the memory of A, A itself but for links. Forward,
-one program walks a memory, or a tile of its values where these know nothing of each other, and keeps the state at
-every SEG-th token. Backward, one program for each memory writes the states of a segment again, into scratch space of
-its own, and walks it in reverse: a token's new state is made once more from the one before it, the cotangent of W
-gathers until the token that made it is reached, and goes through the link once. No number is added to by two programs.
-One token forward, onto the state's own place and from what the caller has, is a kernel of its own. [ENG-TRITON-D5]
+The carried state A and a momentum S stay in registers. W is the memory of A, and A itself without a link. Forward, one
+program walks a memory, or a tile of its values if values are independent, and saves the state at every SEG-th token.
+Backward, one program per memory recomputes a segment's states into its own scratch space, then walks the segment in
+reverse: it recomputes a token's new state from the previous one; the cotangent of W accumulates until it reaches the
+token that made W, and goes through the link once. No address has two writers. One token forward, in place and from a
+caller's tensors, has a kernel of its own. [ENG-TRITON-D5]
 """
 
 import triton
@@ -18,7 +18,7 @@ from hecate.engine.triton.steps import direction, direction_vjp, moved, moved_vj
 
 @triton.jit
 def retain_at(retain, value, at, op, ov, P: tl.constexpr, V: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr):
-    """Retain of a token's phi channels, a number or `[P, 1]`, and of its values, 1 or `[1, V]`."""
+    """A token's retain over phi channels, a number or `[P, 1]`, and over values, 1 or `[1, V]`."""
     rp, rv = 1.0, 1.0
     if RETAIN == "one":
         rp = tl.load(retain + at).to(tl.float32)
@@ -51,8 +51,7 @@ def written(
     PSI: tl.constexpr, MOVES: tl.constexpr, STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr,
     ALGORITHM: tl.constexpr, DESCEND: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """The state after a token's write and its slot; and of the write the weights that predict, prediction, u and
-    direction."""
+    """(state, slot) after a token's write; and the weights that predict, the prediction, u and the direction."""
     pred = vt
     if MOVES:
         if DECAYED:
@@ -74,19 +73,19 @@ def forward(
     RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, KEEPS: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last states and,
-    if it KEEPS them, those at every SEG-th token."""
+    """One program per memory (also per document if DOCS, from Z0) and tile of values: outputs, last states and, if it
+    KEEPS them, the states at every SEG-th token."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     op, ov = tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
-    # The state lies [V, P]; here it is turned, [P, V], so that products with a key are sums down a tile.
+    # The state is stored [V, P] and loaded transposed, [P, V], so that products with a key are sums down columns.
     cell, whole = op[:, None] + ov[None, :] * P, in_p & in_v
     first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
     A, S = first_state(M0, S0, Z0, n, own, cell, whole, V * P, SLOT, DOCS, False)
     W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
     for t in range(0, length):
         at = first + tl.cast(t, tl.int64) * H
-        # Ahead of the token's restart, which the backward runs again.
+        # Saved before the token's reset, which the backward pass repeats.
         if KEEPS and t % SEG == 0:
             place = ((slot + t // SEG) * beside + own) * V * P
             tl.store(kept + place + cell, A, mask=whole)
@@ -97,7 +96,7 @@ def forward(
                 A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), tl.zeros_like(S)
                 W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
         qt = tl.load(q + at * P + op, mask=op < P, other=0.0).to(tl.float32)[:, None]
-        # The answer of a read before the write, and of a masked token.
+        # The output of a read before the write, and of a masked token.
         out = tl.sum(qt * W, 0)
         w = True
         if MASK:
@@ -112,14 +111,14 @@ def forward(
             if not EARLY_READ:
                 out = tl.sum(qt * W, 0)
         tl.store(y + at * V + ov, out.to(y.dtype.element_ty), mask=ov < V)
-    last = whole & (n + beside >= tl.num_programs(0))  # of documents the last one's state is asked for
+    last = whole & (n + beside >= tl.num_programs(0))  # of documents, only the last one's state is returned
     tl.store(M1 + own * V * P + cell, A, mask=last)
     if SLOT:
         tl.store(S1 + own * V * P + cell, S, mask=last)
 
 
-GIVEN = ("q", "k", "v", "lr", "retain", "momentum", "erase", "write", "value")  # to one token, in this order
-PLACES = tuple(f"{name}_{axis}" for name in GIVEN for axis in "bhd")  # their strides, of rows, heads and channels
+GIVEN = ("q", "k", "v", "lr", "retain", "momentum", "erase", "write", "value")  # inputs of `one_token`, in this order
+PLACES = tuple(f"{name}_{axis}" for name in GIVEN for axis in "bhd")  # their strides over rows, heads and channels
 
 
 @triton.jit(do_not_specialize=PLACES, do_not_specialize_on_alignment=GIVEN)
@@ -134,8 +133,8 @@ def one_token(
     DECAYED: tl.constexpr,
     EARLY_READ: tl.constexpr,
 ):  # fmt: skip
-    """One program for each memory and tile of values: y of one token, and the state where it was. Queries and keys are
-    no features yet; KEYS: erase and write are there."""
+    """One program per memory and tile of values: y of one token, and the new state in place. Queries and keys are not
+    features yet; KEYS: there are erase and write."""
     TILES: tl.constexpr = (V + BV - 1) // BV
     b, h = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1).to(tl.int64)
     n = b * tl.num_programs(1) + h
@@ -162,7 +161,7 @@ def one_token(
     if KEYS:
         ke = tl.load(erase + b * erase_b + h * erase_h + op * erase_d, mask=op < P, other=0.0).to(tl.float32)
         kw = tl.load(write + b * write_b + h * write_h + op * write_d, mask=op < P, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # nothing that waits for a key is moved ahead of the other loads
+    tl.debug_barrier()  # keeps work on a key behind the other loads
     kt = tl.load(k + b * k_b + h * k_h + op * k_d, mask=op < P, other=0.0).to(tl.float32)
     kt, _ = featured(kt[None, :], (op < P)[None, :], PHI)
     qt, _ = featured(qt[None, :], (op < P)[None, :], PHI)
@@ -194,8 +193,8 @@ def backward(
     SLOT: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr,
     RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each memory, or of each document, from its last token to its first. What masked tokens leave
-    alone is zero before, and so is GZ."""
+    """One program per memory, and per document, from the last token to the first. The caller zeroes GZ, and the
+    cotangents that masked tokens do not store."""
     n = tl.program_id(0).to(tl.int64)
     op, ov = tl.arange(0, BP), tl.arange(0, BV)
     in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
@@ -220,11 +219,11 @@ def backward(
             if RESET:
                 if tl.load(reset + at) != 0:
                     A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), tl.zeros_like(S)
-            # The states of one segment, in memory of the program's own: they do not fit beside cotangents.
+            # A segment's states go to scratch memory: they do not fit in registers beside the cotangents.
             tl.store(states + own + i * V * P + cell, A, mask=whole)
             if SLOT:
                 tl.store(states_S + own + i * V * P + cell, S, mask=whole)
-            # The last token's state after is the segment's end, which nobody asks for.
+            # Nothing uses the state after the segment's last token.
             if writes_at(write, at, i + 1 < count, MASK):
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
@@ -259,7 +258,7 @@ def backward(
                     GW += qt * g
                 if DUAL:
                     GW = weights_vjp(new, cl_back, whole, in_p, in_v, GW, P, V, LINK_BACK)
-                # From here on in the reverse order of `written`: step, direction, u, prediction.
+                # From here on the reverse of `written`: step, direction, u, prediction.
                 G, X, R = moved_vjp(A, D, r, cs_back, whole, in_p, in_v, G + GW, P, V, STEP_BACK)
                 Y, gu, gwt, gl, gmt = direction_vjp(
                     S, u, wt, l, m, ca_back, X, Y, whole, in_p, in_v, P, V, DESCEND_BACK, ALGORITHM)  # fmt: skip

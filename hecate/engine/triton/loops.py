@@ -1,4 +1,4 @@
-"""Calls of the loop kernels: what a config is to them, tensors as they lie, and the record between the two ways."""
+"""Launches of the loop kernels: constants of a config, tensor arguments, and the record from forward to backward."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hecate.formula import algorithm_formula, printable
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
-CELLS, TILE = 512, 64  # of a state for each warp, and values in a tile where these know nothing of each other
-# Of one token. A program then has more threads than keys are wide, and rows are summed up without a barrier.
+CELLS, TILE = 512, 64  # cells of a state per warp; values per tile if they are independent
+# Values per tile for one token. A program then has more threads than a key has channels, and sums need no barrier.
 ONE_TILE = 32
 
 
 class Formulas(NamedTuple):
-    """A config as the kernels take it: its bias and retention, the constants that make a kernel, the pullback of a
-    printed algorithm, numbers of the algorithm and of its pullback, and whether values know nothing of each other."""
+    """A config as the kernels take it: bias, retention, compile-time constants, the pullback of a printed algorithm,
+    constants of the algorithm and of its pullback, and whether values are independent (apart)."""
 
     bias: Tiles
     steps: Steps
@@ -35,7 +35,7 @@ class Formulas(NamedTuple):
 
 
 def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
-    """Of a config that the engine does not refuse; `single` says that retain is one number."""
+    """The formulas of a config that the engine accepts; `single`: retain is one number per token."""
     bias, steps = tiles_of(config.bias), steps_of(config.retention, single=single)
     form = config.forms.tokens[0]
     if form is not None and form.erase is not None:
@@ -53,17 +53,17 @@ def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
 
 
 def warps(tile: int, width: int) -> int:
-    """Of a program that holds so many cells of a state."""
+    """Warps of a program that holds `tile` x `width` cells of a state."""
     return max(1, min(16, triton.next_power_of_2(tile * width // CELLS)))
 
 
 def rounded(size: int) -> int:
-    """A width as a tile has it."""
+    """A width padded to the side of a tile."""
     return max(16, triton.next_power_of_2(size))
 
 
 def gate_of(retain: Tensor | None, axes: int) -> str:
-    """Of a token: "none", "one" number, or "channels" of one each, which take an axis more."""
+    """The kind of retain: "none", "one" number per token, or "channels" (one per phi channel, with an axis more)."""
     return "none" if retain is None else "channels" if retain.dim() > axes else "one"
 
 
@@ -84,7 +84,7 @@ class Loop(Given):
         }  # fmt: skip
 
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
-        """Outputs and final states; and the record for `backward` if asked for."""
+        """Outputs and final states; and the record for `backward` if it keeps one."""
         memory, slot = self.memory, self.slot
         y, last = torch.empty_like(self.arguments[3]), torch.empty_like(memory)
         last_slot = last if slot is None else torch.empty_like(slot)
@@ -112,9 +112,9 @@ class Loop(Given):
         gz = torch.zeros_like(g0) if self.flags["RESET"] else g0
         scratch = self.memory.new_empty(len(g0), SEGMENT, self.height, self.width)
         scratch_S = scratch if self.slot is None else torch.empty_like(scratch)
-        new = torch.empty_like if self.given[7] is None else torch.zeros_like  # masked: left as they are
+        new = torch.empty_like if self.given[7] is None else torch.zeros_like  # masked tokens store nothing
         grads = [None if x is None else new(x) for x in (*self.given[:7], self.given[9])]
-        to = [gy if x is None else x for x in grads]  # what is not there is not written
+        to = [gy if x is None else x for x in grads]  # placeholders, never written
         tile, bias, steps = rounded(self.height), self.formulas.bias, self.formulas.steps
         backward[(len(g0),)](
             *self.arguments, self.documents.docs, self.restart, kept, kept_S, gy, g1,
@@ -124,9 +124,9 @@ class Loop(Given):
             **self.flags,
         )  # fmt: skip
         g0, y0, gz = self.documents.met(g0, y0, gz)
-        own = (g0,) if self.slot is None else (g0, y0)
+        g_states = (g0,) if self.slot is None else (g0, y0)
         q, k, w, v, lr, retain, momentum, value = grads
-        return (*own, gz if self.restarts else None, k, q, v, lr, retain, momentum, None, None, w, value)
+        return (*g_states, gz if self.restarts else None, k, q, v, lr, retain, momentum, None, None, w, value)
 
 
 class OneToken:
@@ -135,30 +135,30 @@ class OneToken:
     def __init__(
         self, config: MemoryConfig, raw: bool, states: Sequence[Tensor], given: Sequence[Tensor | None], y: Tensor
     ) -> None:
-        """given: q, k, v, lr, retain, momentum, erase, write and retain_value, None where there is none; raw: q and k
-        are no features yet; memory and slots `[B, H, V, P]` and y `[B, H, V]` are contiguous."""
+        """given: q, k, v, lr, retain, momentum, erase, write and retain_value, None if absent; raw: q and k are not
+        features yet; memory and slots `[B, H, V, P]` and y `[B, H, V]` are contiguous."""
         (*_, retain, _, erase, write, value), (height, width) = given, states[0].shape[-2:]
         gate = gate_of(retain, 2)
-        made = formulas(config, single=gate != "channels" and value is None)
-        tile = min(rounded(height), ONE_TILE) if made.apart else rounded(height)
+        functions = formulas(config, single=gate != "channels" and value is None)
+        tile = min(rounded(height), ONE_TILE) if functions.apart else rounded(height)
         self.grid = len(y) * -(-height // tile), y.shape[1], 1
         places: list[int] = []
         for x in given:
             places += (0, 0, 0) if x is None else (*x.stride(), 0)[:3]
-        numbers = made.bias.cu, made.numbers[0], made.steps.numbers[0], made.steps.numbers[2]
+        numbers = functions.bias.cu, functions.numbers[0], functions.steps.numbers[0], functions.steps.numbers[2]
         self.rest = (states[0], states[-1], y, *places, *numbers)
-        own: dict[str, Any] = {
+        constants: dict[str, Any] = {
             "P": width, "V": height, "BP": rounded(width), "BV": tile,
-            "PHI": phi_of(config, width) if raw else SAME, **made.flags, "RETAIN": gate,
+            "PHI": phi_of(config, width) if raw else SAME, **functions.flags, "RETAIN": gate,
             "VALUE": value is not None, "KEYS": erase is not None and write is not None,
         }  # fmt: skip
-        self.flags = {name: own[name] for name in one_token.arg_names if name in own}
+        self.flags = {name: constants[name] for name in one_token.arg_names if name in constants}
         self.warps = warps(tile, rounded(width))
         self.made: Any = None
 
     def __call__(self, given: Sequence[Tensor]) -> None:
-        """Any tensor in place of what is not there."""
-        if self.made is None:  # which it stays in the interpreter
+        """Launches the kernel; any tensor stands in for an absent one."""
+        if self.made is None:  # always so in the interpreter
             self.made = one_token[self.grid](*given, *self.rest, num_warps=self.warps, **self.flags)
-        else:  # by what Triton has compiled, without a look at what it would compile for
+        else:  # the compiled kernel, without Triton's lookup
             self.made[self.grid](*given, *self.rest, *self.flags.values())

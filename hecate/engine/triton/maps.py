@@ -1,29 +1,29 @@
-"""Maps of keys and queries as kernels read them: phi of each number, rows over their size; and their derivatives.
+"""Feature maps of keys and queries in kernels: elementwise phi, then rows over their size; and the derivatives.
 
-Kernels of blocks do it as they load a row, in any dtype as it lies, so that features are never stored; where something
-comes between features and kernel, rows come to unit length in a launch of their own. [ENG-TRITON-D7]
+Block kernels apply them as they load a row, in its stored dtype, so that features are never stored. Where another step
+comes between features and kernel, rows are normalised in a launch of their own. [ENG-TRITON-D7]
 """
 
 import triton
 import triton.language as tl
 
-# Arguments that 16 may divide or not in the same kernel: what is tried on a few tokens is what runs on many.
+# Not specialised on divisibility by 16: the kernel tried on a few tokens is the one that runs on many.
 COUNTS = ("T", "H", "N", "total", "rows")
-PLAIN = tl.constexpr((None, None, "none", 1.0))  # rows as they lie
-LEAST = tl.constexpr(2.0**-126)  # whose inverse float32 has, and that of nothing less
+PLAIN = tl.constexpr((None, None, "none", 1.0))  # rows as stored
+LEAST = tl.constexpr(2.0**-126)  # the least normal float32: its reciprocal is finite
 
 
 @triton.jit
 def over(size):
-    """One over sizes of rows, finite for those that have no inverse in float32."""
+    """Reciprocals of the sizes of rows, finite for sizes too small to have one in float32."""
     return 1.0 / tl.maximum(size, LEAST)
 
 
 @triton.jit
 def size_of(x, NORM: tl.constexpr):
-    """(rows over their largest number, its size, the length ("l2") or sum of such rows), 1 of a row of zeros.
+    """(rows over their largest magnitude, that magnitude, the length ("l2") or sum of such rows); 1 for a row of zeros.
 
-    Squares leave float32's range long before the rows do."""
+    Squares leave float32's range long before the rows do, hence the scaling."""
     most = tl.max(tl.abs(x), 1)
     x = x * over(most)[:, None]
     if NORM == "l2":
@@ -36,7 +36,7 @@ def size_of(x, NORM: tl.constexpr):
 
 @triton.jit
 def sized(x, NORM: tl.constexpr):
-    """Rows over their length ("l2") or sum, and these; a zero row stays zero."""
+    """Rows over their length ("l2") or sum, and that size; a zero row stays zero."""
     x, most, size = size_of(x, NORM)
     return x * (1.0 / size)[:, None], size * most
 
@@ -49,13 +49,13 @@ def sized_back(g, y, size):
 
 @triton.jit
 def featured(x, there, PHI: tl.constexpr):
-    """(rows of features, their sizes) of rows x, 0 where there is nothing. PHI: a printed map and its pullback, None
-    for the identity, a norm, and what queries are multiplied by. A NaN stays one."""
+    """(features, their sizes) of rows x, 0 where the mask is false. PHI: a printed map and its pullback, None for the
+    identity, the norm, and the scale of queries. A NaN stays one."""
     y, size = x, tl.sum(x * 0.0, 1) + 1.0
     VALUE: tl.constexpr = PHI[0]
     if VALUE is not None:
         y = tl.where(there, VALUE(x, 0.0), 0.0)
-    NORM: tl.constexpr = PHI[2]  # Triton 3.6 hands an item of a tuple on as no constant
+    NORM: tl.constexpr = PHI[2]  # Triton 3.6 does not pass a tuple's item on as a constant
     if NORM != "none":
         y, size = sized(y, NORM)
     return y, size
@@ -78,7 +78,7 @@ def featured_back(g, x, there, PHI: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def unit(x, y, sizes, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Rows `[B, T, H, D]` of the strides given over their lengths, and these lengths."""
+    """Divides rows `[B, T, H, D]` of the given strides by their lengths, and stores both."""
     r, o = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     inside = r < rows
     there = inside[:, None] & (o < D)[None, :]
@@ -90,7 +90,7 @@ def unit(x, y, sizes, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr,
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def unit_back(x, sizes, g, gx, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """The cotangent of rows from that of rows at unit length."""
+    """The cotangent of rows, from that of the rows at unit length."""
     r, o = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     inside = r < rows
     there, own = inside[:, None] & (o < D)[None, :], r[:, None] * D + o[None, :]

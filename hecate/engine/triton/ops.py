@@ -1,7 +1,7 @@
-"""The kernels as operators of torch: one node under torch.compile, forward and backward, whatever the length.
+"""The kernels as custom operators of torch: one graph node forward and one backward under torch.compile, at any length.
 
-What a compiler keeps of a graph it may keep on disk, so that a rule goes in as text. Whether the kernels are trusted is
-asked when the operator runs; where they are not, it runs plain torch. [ENG-TRITON-D8]
+A compiler may cache its graphs on disk, so a rule is passed as text. An operator checks when it runs whether the
+kernels are trusted; where they are not, it runs plain torch. [ENG-TRITON-D8]
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ from hecate.variant import Variant
 
 
 def rule_of(config: MemoryConfig, exact: str | None, raw: bool) -> str:
-    """The part of a config that the kernels compute, as text; raw: features too."""
+    """The part of a config that the kernels compute, as text; raw: with the feature map."""
     bias, retention, algorithm, phi = config.forms.texts
-    if exact is not None:  # what blocks know of them
+    if exact is not None:  # block kernels depend on no more
         retention = '"decay"' if config.retention.uses_retain else '"none"'
         algorithm = '"momentum"' if config.algorithm.slots else '"gd"'
     features = ""
@@ -40,15 +40,15 @@ def rule_of(config: MemoryConfig, exact: str | None, raw: bool) -> str:
 def scanned(
     config: MemoryConfig, exact: str | None, raw: bool, tokens: Tokens, carry: Carry, initial: Tensor
 ) -> tuple[Tensor, Carry]:
-    """Outputs and the new state, by the operators."""
+    """Outputs and the new state, through the operators."""
     (memory,), slot = carry.memory, carry.slots[0] if carry.slots else None
-    own = (memory, slot, initial, *tokens)
-    y, last, last_slot, *_ = matrix_scan(rule_of(config, exact, raw), exact, is_recorded(own), *own)
+    inputs = (memory, slot, initial, *tokens)
+    y, last, last_slot, *_ = matrix_scan(rule_of(config, exact, raw), exact, is_recorded(inputs), *inputs)
     return y, carry._replace(memory=(last,), slots=() if slot is None else (last_slot,))
 
 
 def config_of(rule: str) -> MemoryConfig:
-    """A config of such a text, in which variants are classes by their names."""
+    """The config of such a text; variants are looked up by their kinds."""
     families = (family._registry.values() for family in Variant.__subclasses__() if "_registry" in vars(family))
     return _config_of(rule, tuple(chain.from_iterable(families)))
 
@@ -59,38 +59,38 @@ def _config_of(rule: str, classes: tuple[type[Variant], ...]) -> MemoryConfig:
 
 
 def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tuple[ByHand, Tensors, bool]:
-    """The kernels, their inputs as `Scan` and `Loop` take them, and whether they are trusted."""
+    """The kernel, its inputs as `Scan` and `Loop` take them, and whether it is trusted."""
     config, (memory, slot, initial, *tokens) = config_of(rule), inputs
-    weights, values, retain, given = one((memory,)), one((tokens[2],)), tokens[4], [] if slot is None else [slot]
+    weights, values, retain, slots = one((memory,)), one((tokens[2],)), tokens[4], [] if slot is None else [slot]
     there = {
         "write": tokens[6] is not None, "reset": tokens[7] is not None, "phi_w": tokens[8] is not None,
         "retain_value": tokens[9] is not None, "channels": retain is not None and retain.dim() == values.dim(),
         LOOP: exact is None, NARROW: values.itemsize < weights.itemsize,
     }  # fmt: skip
     flags = tuple(name for name, has in there.items() if has)
-    # Narrow values that were made wide have the precision of narrow ones.
+    # Narrow values that were widened have the precision of narrow ones.
     dtype = torch.bfloat16 if exact == "halves" and values.dtype == torch.float32 else values.dtype
     trusted = interpreting() or (
         find_spec("triton") is not None
         and verdict(config, flags, dtype, values.device.type, tuple(weights.shape[1:])) is None
     )
-    return kernel_of(config, exact, raw=exact is not None), (memory, *given, initial, *tokens), trusted
+    return kernel_of(config, exact, raw=exact is not None), (memory, *slots, initial, *tokens), trusted
 
 
 def _record_shapes(
     rule: str, exact: str | None, keeps: bool, memory: Tensor, slot: Tensor | None, v: Tensor, retain: Tensor
 ) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    """Shapes and dtypes of predictions or u, and of states at every segment's start; none where no cotangent needs
+    """Shapes and dtypes of predictions or u, and of the states at every segment's start; empty if no cotangent needs
     them."""
-    # In one row: an axis of one segment would be a graph of its own.
+    # Flat: torch.compile would specialise an axis of one segment into a graph of its own.
     forms, segment, dtype = config_of(rule).forms, SEGMENT, memory.dtype
     if exact is not None:
         linear = forms.target or forms.error
         chunks = chunks_of(memory.shape[-1], exact, linear=linear)
         segment, dtype = chunks.segment, torch.bfloat16 if chunks.narrow and not interpreting() else dtype
-    kept = (memory.numel() * -(-v.shape[1] // segment),)
+    saved = (memory.numel() * -(-v.shape[1] // segment),)
     moves = keeps and exact is not None and not forms.target
-    states = [(kept if keeps and there else (0,), dtype) for there in (True, slot is not None)]
+    states = [(saved if keeps and there else (0,), dtype) for there in (True, slot is not None)]
     return [(tuple(v.shape) if moves else (0,), memory.dtype), *states]
 
 
@@ -100,9 +100,9 @@ def matrix_scan(
     phi_q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, write: Tensor | None, reset: Tensor | None,
     phi_w: Tensor | None, retain_value: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, the last memory and slot, and if it keeps them predictions and states at every segment's start."""
-    own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
-    kernel, inputs, trusted = _kernel(rule, exact, own)
+    """y, the last memory and slot, and if it keeps them the predictions and the states at every segment's start."""
+    tensors = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
+    kernel, inputs, trusted = _kernel(rule, exact, tensors)
     shapes = _record_shapes(rule, exact, keeps, memory, slot, v, retain)
     record: Any = ()
     if trusted:
@@ -133,22 +133,22 @@ def matrix_scan_backward(
     v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, write: Tensor | None, reset: Tensor | None,
     phi_w: Tensor | None, retain_value: Tensor | None, record: Sequence[Tensor], cotangents: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """Cotangents of all inputs that are tensors; empty where there is none."""
-    own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
-    kernel, inputs, trusted = _kernel(rule, exact, own)
+    """Cotangents of all inputs that are tensors; an empty tensor where there is none."""
+    tensors = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
+    kernel, inputs, trusted = _kernel(rule, exact, tensors)
     if trusted:
-        found = list(kernel.vjp(inputs, tuple(record[1:] if exact is None else record), tuple(cotangents)))
+        grads = list(kernel.vjp(inputs, tuple(record[1:] if exact is None else record), tuple(cotangents)))
     else:
         with recorded():
-            found = list(kernel.by_autograd(inputs, tuple(cotangents)))
+            grads = list(kernel.by_autograd(inputs, tuple(cotangents)))
     if slot is None:
-        found.insert(1, None)
-    there = _moved(rule, own)
-    return [item if item is not None and has else memory.new_zeros(0) for item, has in zip(found, there, strict=True)]
+        grads.insert(1, None)
+    there = _moved(rule, tensors)
+    return [item if item is not None and has else memory.new_zeros(0) for item, has in zip(grads, there, strict=True)]
 
 
 def unshared(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs that share nothing with inputs, as an operator's have to, and lie as their fakes say."""
+    """Outputs that share no storage with inputs, as operators require, and are contiguous like their fakes."""
     storages = {item.untyped_storage().data_ptr() for item in inputs}
     return [
         item.clone(memory_format=torch.contiguous_format)
@@ -160,14 +160,14 @@ def unshared(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Within an operator, where autograd records nothing unless told that this is no inference. Not in a thread of its
-    own: what that one differentiates on a card is for the thread that runs backward passes, which would wait here."""
+    """Leaves inference mode within an operator, where autograd would record nothing. A separate thread would deadlock:
+    a card's backward passes run in one thread, which would be waiting here."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _moved(rule: str, own: Sequence[Tensor | None]) -> list[bool]:
-    """Flags of the inputs that have a cotangent."""
+    """True for each input that has a cotangent."""
     config, reset = config_of(rule), own[10] is not None
     uses = (True, True, reset, True, True, True, True, config.retention.uses_retain, bool(config.algorithm.slots))
     return [has and item is not None for has, item in zip((*uses, False, False, True, True), own, strict=True)]
@@ -175,21 +175,21 @@ def _moved(rule: str, own: Sequence[Tensor | None]) -> list[bool]:
 
 @matrix_scan_backward.register_fake
 def _(rule: str, exact: str | None, memory: Tensor, *given: Any) -> list[Tensor]:
-    own = (memory, *given[:-2])
-    pairs = zip(own, _moved(rule, own), strict=True)
+    tensors = (memory, *given[:-2])
+    pairs = zip(tensors, _moved(rule, tensors), strict=True)
     return [item.new_empty(item.shape) if has else memory.new_empty(0) for item, has in pairs]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    ctx.rule, ctx.exact, _, *own = inputs
-    ctx.save_for_backward(*own, *output[3:])
+    ctx.rule, ctx.exact, _, *tensors = inputs
+    ctx.save_for_backward(*tensors, *output[3:])
 
 
 def _backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-    own, record = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
-    finals = cotangents[: 2 if own[1] is None else 3]
-    found = matrix_scan_backward(ctx.rule, ctx.exact, *own, list(record), list(finals))
-    return None, None, None, *(g if has else None for g, has in zip(found, _moved(ctx.rule, own), strict=True))
+    tensors, record = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
+    finals = cotangents[: 2 if tensors[1] is None else 3]
+    grads = matrix_scan_backward(ctx.rule, ctx.exact, *tensors, list(record), list(finals))
+    return None, None, None, *(g if has else None for g, has in zip(grads, _moved(ctx.rule, tensors), strict=True))
 
 
 matrix_scan.register_autograd(_backward, setup_context=_setup)

@@ -1,8 +1,7 @@
-"""Parity of kernels on this machine with what they are to compute: a trial on random tokens, the results of both ways,
-and verdicts, kept on disk.
+"""Parity of kernels on this machine: a trial on random tokens, results of kernel and reference, and verdicts on disk.
 
-A verdict lies in a file of its own beside what Triton has compiled, and goes with it. It holds for one rule, dtype,
-widths, card, versions and text of the kernels, that of the bias included; any other is judged anew. [ENG-TRITON-I3]
+Each verdict is a file in Triton's cache, and is cleared with it. It holds for one rule, dtype, widths, card, versions
+and text of the kernels, the bias's included; anything else is judged again. [ENG-TRITON-I3]
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from hecate.engine.tokens import Tokens
 from hecate.files import make_folder, read_file, write_file
 from hecate.tape import ByHand, Tensors
 
-TRIAL = 150  # tokens: two blocks of a kernel, and what is left
+TRIAL = 150  # tokens: two blocks of a kernel and a remainder
 _LOG = logging.getLogger("hecate.engine")
-LONGEST = 1 << 16  # bytes of a file
+LONGEST = 1 << 16  # bytes of a verdict's file
 Facts = dict[str, Any]
 
 
 class Unrun(str):
-    """Reason why a kernel did not run: want of memory it may be, so that it is told of this process alone."""
+    """Reason why a kernel did not run. The cause may be a lack of memory, so it holds for this process only."""
 
     __slots__ = ()
 
@@ -47,12 +46,12 @@ def trial(
     scale: float = 1.0,
     adverse: bool = False,
 ) -> tuple[Tensors, tuple[Tensor, ...]]:
-    """Inputs of a kernel (memory, *slots, initial, *tokens), one sequence of two heads in numbers of a dtype, and
-    cotangents. One head forgets little and the other much; flags name the fields of `Tokens` that may be left out, and
-    "channels" of retain.
-    scale is that of states, values, learning rates and momenta: small ones let no rule diverge. Random keys hide an
-    inverse that loses digits: adverse ones come in runs, of nearly equal and of equal ones at lr 1 and retain 1, with
-    gates of 0 among them; where rows are "parted", one head keeps nearly all of a state from part to part."""
+    """Inputs of a kernel (memory, *slots, initial, *tokens) for one sequence of two heads, with numbers of a dtype, and
+    cotangents. One head forgets little, the other much. flags: optional fields of `Tokens` to include, and "channels"
+    for retain.
+    scale is that of states, values, learning rates and momenta: at a small one no rule diverges. Random keys hide an
+    inverse that loses digits: adverse keys come in runs of nearly equal and of equal ones, at lr 1 and retain 1, with
+    gates of 0 among them. With "parted", one head keeps nearly all of a state from part to part."""
     height, width = shape
     lead = (1, TRIAL, 2)
     generator, channelwise = torch.Generator().manual_seed(0), "channels" in flags
@@ -76,7 +75,7 @@ def trial(
     write = draw(*lead[:2]) < 1 if "write" in flags else None
     reset = draw(*lead[:2]) > 2 if "reset" in flags else None
     apart = keys() if "phi_w" in flags else None
-    kept = (4 + draw(*lead, height)).sigmoid() if "retain_value" in flags else None
+    retain_value = (4 + draw(*lead, height)).sigmoid() if "retain_value" in flags else None
     if adverse:
         first[:, 9:41] = torch.nn.functional.normalize(first[:, 8:9] + first[:, 9:41] / 16, dim=-1).to(dtype).float()
         first[:, 41:80], lr[:, 9:80], retain[:, 9:80] = first[:, 8:9], 1.0, 1.0
@@ -89,7 +88,7 @@ def trial(
         momentum[:, :, 0] = 0.95 if slots else 0.0
     if scale != 1:
         states, values, lr, momentum = [scale * item for item in states], scale * values, scale * lr, scale * momentum
-    return (*states, first, queries, values, lr, retain, momentum, write, reset, apart, kept), cotangents
+    return (*states, first, queries, values, lr, retain, momentum, write, reset, apart, retain_value), cotangents
 
 
 def difference(
@@ -105,16 +104,16 @@ def difference(
     shape: tuple[int, ...],
     names: Sequence[str] = (),
 ) -> str | None:
-    """Reason why a kernel is not trusted: it fails, or one of its tensors is further from what is expected of it than a
-    bound, relative to its norm. With `plain`, what plain torch makes of the same in the kernel's dtype, a kernel may be
-    `times` as far off as that."""
+    """Reason why a kernel is not trusted: it fails, or one of its tensors is further than `bound` from the expected
+    one, relative to the latter's norm. With `plain`, plain torch in the kernel's dtype, an error up to `times` that of
+    `plain` passes too."""
     try:
-        own = found()
+        results = found()
     except Exception as error:  # compilers raise types of their own
         return Unrun(f"its kernel fails on {dtype} with widths {shape}: {error}")
     names = names or ("y", "state", *["slot"] * slots, "memory", *["slot"] * slots, "initial", *Tokens._fields)
     rounded = repeat(None) if plain is None else plain()
-    for name, got, right, other in zip(names, own, expected(), rounded):  # noqa: B905
+    for name, got, right, other in zip(names, results, expected(), rounded):  # noqa: B905
         if got is None or right is None or not right.any():
             continue
         distance, most = float((got - right).norm() / right.norm()), bound
@@ -126,7 +125,7 @@ def difference(
 
 
 def both_ways(kernel: ByHand, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-    """Outputs of a kernel for inputs, and the cotangents that it gives them."""
+    """Outputs of a kernel, and its cotangents of the inputs."""
     outputs, record = kernel.forward(inputs, True)
     return (*outputs, *kernel.vjp(inputs, record, cotangents))
 
@@ -150,10 +149,9 @@ def here(device: str) -> Facts:
 
 
 def judged(facts: Facts, judge: Callable[[], str | None], own: Facts | None = None) -> str | None:
-    """Reason why a kernel is not trusted, None if it is: as kept on disk, else as found by `judge`, and kept. A kernel
-    that is not trusted is told of in a warning of the log, and is so for its `own` facts alone: other numbers may
-    do."""
-    both = [json.loads(json.dumps(facts | more)) for more in ({}, own or {})]  # as they are read again
+    """Reason why a kernel is not trusted, None if it is: from disk, or else from `judge` and then saved. Distrust is
+    logged as a warning, and holds for the kernel's `own` facts only: another with other constants may pass."""
+    both = [json.loads(json.dumps(facts | more)) for more in ({}, own or {})]  # as JSON reads them back
     known = [found for each in both if (found := _read(_path(each))) is not None and found["facts"] == each]
     if known:
         reason: str | None = known[-1]["reason"]
@@ -168,10 +166,10 @@ def judged(facts: Facts, judge: Callable[[], str | None], own: Facts | None = No
 
 
 def kept() -> Iterator[tuple[Facts, str | None]]:
-    """Every verdict on disk: what it holds for, and why that kernel is not trusted, None if it is."""
+    """Every verdict on disk: its facts, and the reason why that kernel is not trusted, None if it is."""
     for path in sorted(folder().glob("*.json")):
-        if (found := _read(path)) is not None:
-            yield found["facts"], found["reason"]
+        if (verdict := _read(path)) is not None:
+            yield verdict["facts"], verdict["reason"]
 
 
 def _path(facts: Facts) -> Path:
@@ -179,13 +177,13 @@ def _path(facts: Facts) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A verdict; None where there is none, or what is no verdict."""
+    """A verdict; None if the file is missing or holds something else."""
     try:
-        found = json.loads(read_file(path, LONGEST))
+        verdict = json.loads(read_file(path, LONGEST))
     except (OSError, ValueError):
         return None
-    whole = isinstance(found, dict) and isinstance(found.get("facts"), dict) and "reason" in found
-    return found if whole and isinstance(found["reason"], str | None) else None
+    whole = isinstance(verdict, dict) and isinstance(verdict.get("facts"), dict) and "reason" in verdict
+    return verdict if whole and isinstance(verdict["reason"], str | None) else None
 
 
 def _keep(path: Path, found: dict[str, Any]) -> None:
@@ -198,7 +196,7 @@ def _keep(path: Path, found: dict[str, Any]) -> None:
 
 @cache
 def _text() -> str:
-    """A digest of the kernels and of the trial that they are held to."""
+    """A digest of the kernels and of the trial that they must pass."""
     digest = sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

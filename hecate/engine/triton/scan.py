@@ -1,7 +1,7 @@
-"""The walks: `scan` from chunk to chunk, or of all chunks at once for outputs alone, and `pull`, `scan` backwards.
+"""The walks: `scan` goes from chunk to chunk, or over all chunks in parallel for outputs alone; `pull` is its reverse.
 
-With what `factors` leaves, rows V of values, D of what is written (-u), g of the cotangents of outputs, and states as
-they lie, transposed `[V, P]`, so that products find them in registers,
+They use the results of `factors`. V, D and g have values, writes (-u) and cotangents of outputs as rows. States are
+stored transposed, `[V, P]`, so that products find them in registers:
 
     X^T = af o (M^T K^T) + sf o (S^T K^T)         D^T = (V - X)^T T^T
     Y^T = aq o (M^T Q^T) + sq o (S^T Q^T) + D^T A^T
@@ -12,8 +12,8 @@ and back, with G and H the cotangents of the last M and S,
     X^T = g^T A + ck o (G^T W^T) + cp o (H^T W^T)     E^T = X^T T, the cotangent of V
     G^T <- a G^T + (aq o g^T) Q - (af o E^T) K        H^T <- s G^T + e H^T + (sq o g^T) Q - (sf o E^T) K.
 
-Of a bias whose u is no error, rows follow one after another, as L in place of T says: what is settled of a prediction
-moves those below, and back, what is settled of its cotangent those above. [ENG-TRITON-D10]
+If u is not an error, rows are solved one after another, with L in place of T: a row's final prediction updates the rows
+below it, and backwards its final cotangent updates those above. [ENG-TRITON-D10]
 """
 
 import triton
@@ -25,8 +25,7 @@ from hecate.engine.triton.maps import COUNTS, PLAIN
 
 @triton.jit
 def weighed(x, numbers, row: tl.constexpr, place, i, C: tl.constexpr, CHANNELS: tl.constexpr):
-    """Columns of a transposed tile times numbers of their tokens; where retain is one of each phi channel, they are in
-    the rows."""
+    """Columns of a transposed tile times coefficients of their tokens; rows include these if retain is per channel."""
     if not CHANNELS:
         x = x * tl.load(numbers + (place * 8 + row) * C + i)[None, :]
     return x
@@ -34,7 +33,7 @@ def weighed(x, numbers, row: tl.constexpr, place, i, C: tl.constexpr, CHANNELS: 
 
 @triton.jit
 def at_end(ends, number: tl.constexpr, place, op, P: tl.constexpr, CHANNELS: tl.constexpr):
-    """A number of the end of a chunk: a, s, e, z; or a, z of every channel."""
+    """A coefficient of the end of a chunk: a, s, e, z; or a, z per channel."""
     if CHANNELS:
         x = tl.load(ends + (place * 2 + number // 2) * P + op, mask=op < P, other=0.0)[None, :]
     else:
@@ -47,10 +46,10 @@ def by_pairs(
     acc, x, m, place, i, TURN: tl.constexpr, C: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
     HALVES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """acc + x m, or x m^T (TURN), by a chunk's matrix of pairs in halves; x too where it is WIDE."""
+    """acc + x m, or acc + x m^T (TURN), with a chunk's matrix of pairs m, in halves if HALVES, and so is x if WIDE."""
     N: tl.constexpr = 2 if HALVES else 1
     pair = m + place * N * C * C + i[:, None] * C + i[None, :]
-    # With HALVES a matrix lies as two of DT, whose sum has twice its bits.
+    # With HALVES a matrix is stored as two of DT, whose sum has twice its bits.
     high = tl.load(pair)
     if TURN:
         high = tl.trans(high)
@@ -63,7 +62,7 @@ def by_pairs(
         if TURN:
             low = tl.trans(low)
         acc = tl.dot(near, low.to(DT), acc, input_precision=EXACT)
-        # x has halves, too: three of the four products, the last is below rounding.
+        # x is split too: three of the four products count, the last is below rounding.
         if WIDE:
             acc = tl.dot(narrowed(x - near.to(tl.float32), DT), high.to(DT), acc, input_precision=EXACT)
     return acc
@@ -75,9 +74,8 @@ def answers(
     MOMENTUM: tl.constexpr, RESET: tl.constexpr, CHANNELS: tl.constexpr, MAP: tl.constexpr, DT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Products of rows x, queries or keys, with a chunk's first states, transposed: with M, with S and, after a new
-    start, with its weights Z (there by rows `fresh` of their own where retain is one of each channel), weighed by three
-    rows of numbers."""
+    """Transposed products of rows x, queries or keys, with a chunk's first states: M, S and, with resets, the weights Z
+    (by rows `fresh` instead of x if retain is per channel), scaled by three rows of numbers."""
     found = weighed(in_halves(M, tl.trans(x), DT, EXACT), numbers, row, place, i, C, CHANNELS)
     if MOMENTUM:
         found += weighed(in_halves(S, tl.trans(x), DT, EXACT), numbers, row + 1, place, i, C, CHANNELS)
@@ -89,7 +87,7 @@ def answers(
 
 @triton.jit
 def from_rows(x, y, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr):
-    """A state's addition by a tile x that lies turned and rows y, rounded where states are kept so (HALVES)."""
+    """Product of a transposed tile x and rows y, added to a state; x is rounded where states are saved so (HALVES)."""
     if HALVES:
         x = narrowed(x, DT)
     return in_halves(x, y, DT, EXACT)
@@ -112,8 +110,8 @@ def keep(kept, kept_S, place, cell, M, S, whole, MOMENTUM: tl.constexpr):
 
 @triton.jit
 def ending(n, own, beside, PARTS: tl.constexpr):
-    """(the place of a program's last state, whether it is asked for): of documents that of the last one, of PARTS of a
-    row that of each."""
+    """(index of a program's last state, whether it is stored): the last document's, or that of each of PARTS of a
+    row."""
     at, last = own, n + beside >= tl.num_programs(0)
     if PARTS:
         at, last = n, n >= 0
@@ -130,19 +128,19 @@ def scan(
     MAP: tl.constexpr, DOCS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr,
     PARTS: tl.constexpr, HOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """PART "all": one program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last
-    states and, if it KEEPS them, u (of biases that are no error predictions) and the states at every SEG-th token;
-    "states": the same without outputs; "ends": the last states alone, of values that are all 0 if HOLLOW; "outputs":
-    one for each chunk and tile, by the kept states. PARTS: documents are parts of a row, with states of their own."""
-    # Chunks of a kept state.
+    """PART "all": one program per memory (also per document if DOCS, from Z0) and tile of values: outputs, last states
+    and, if it KEEPS them, u (predictions if u is not an error) and the states at every SEG-th token; "states": the same
+    without outputs; "ends": only the last states, for values of 0 if HOLLOW; "outputs": one program per chunk and tile,
+    from saved states. PARTS: documents are parts of a row, with states of their own."""
+    # Chunks per saved state.
     R: tl.constexpr = SEG // C
     MOVES: tl.constexpr = FORM != "target"
-    STATES: tl.constexpr = KEEPS or PART == "states"  # which `outputs` starts from, whoever else asks
+    STATES: tl.constexpr = KEEPS or PART == "states"  # `outputs` starts from them
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_v = (ov < V)[:, None]
     cell, whole = ov[:, None] * P + op[None, :], in_v & (op < P)[None, :]
-    # A program of its own for each chunk: its place says which, the walk below has one step.
+    # One program per chunk: its index says which, and the loop below has one step.
     if PART == "outputs":
         own, first, length, slot, beside = n % N, n * 0, C, n // N, N
         placed, there, _, _ = segment_of(docs, T, H, N, C, SEG, DOCS)
@@ -163,7 +161,7 @@ def scan(
         at, inside = placed, there
         w = writes_at(write, at, inside, MASK)
         side, cells = at[None, :] * V + ov[:, None], inside[None, :] & in_v
-        # Keys [C, P], values turned, [V, C].
+        # Keys [C, P], values transposed, [V, C].
         kt, vt = rows(k, at, w, op, P, MAP), tl.zeros([BV, C], tl.float32)
         if not HOLLOW:
             vt = tl.load(v + side, mask=w[None, :] & in_v, other=0.0).to(tl.float32)
@@ -171,7 +169,7 @@ def scan(
         if APART:
             written = rows(kw, at, w, op, P, PLAIN)
         Mn, Sn, Z = M, S, M
-        # Rounded once for all products; M itself goes on in float32.
+        # Rounded once for all products; M itself stays in float32.
         if HALVES:
             Mn, Sn = narrowed(M, DT), narrowed(S, DT)
         if RESET:
@@ -187,7 +185,7 @@ def scan(
                     tl.store(us + side, -D, mask=cells)
             else:
                 D = X * 0.0
-                for j in range(C):  # column j is settled, and moves those of later tokens
+                for j in range(C):  # column j is final, and updates later tokens
                     wrote = in_v & writes_at(write, first + (step * C + j) * H, step * C + j < length, MASK)
                     uj = tl.where(wrote, PSI(in_v, V, column(X, i, j), column(vt, i, j), cu), 0.0)
                     D = tl.where((i == j)[None, :], -uj, D)
@@ -202,7 +200,7 @@ def scan(
             out = by_pairs(out, D, attend, place, i, True, C, DT, EXACT, HALVES, MOVES)
             tl.store(y + side, out.to(y.dtype.element_ty), mask=cells)
         if PART != "outputs":
-            # The chunk's end: what is left of the states, and what its tokens add.
+            # The chunk's end: the decayed states, plus the writes of its tokens.
             M = M * at_end(ends, 0, place, op, P, CHANNELS)
             if MOMENTUM:
                 M += S * at_end(ends, 1, place, op, P, CHANNELS)
@@ -227,9 +225,9 @@ def pull(
     DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, MAP: tl.constexpr, DOCS: tl.constexpr,
     CHANNELS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each memory, or of each document, and tile of values, from its last chunk to its first: E, the
-    cotangents of values (E itself for an error or a target), u of other biases, and those of the states after every
-    SEG-th token, and of the first ones."""
+    """One program per memory, per document, and tile of values, from the last chunk to the first: E, the cotangents of
+    values (E itself for an error or a target), u of other biases, and the cotangents of the states after every SEG-th
+    token and of the first ones."""
     R: tl.constexpr = SEG // C
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
@@ -245,7 +243,7 @@ def pull(
     for back in tl.range(0, chunks, num_stages=STAGES):
         step = chunks - 1 - back
         place = (slot * R + step) * beside + own
-        # The cotangent after a segment's last chunk; the sequence may end within one.
+        # The cotangent after a segment's last chunk; the sequence may end within a segment.
         if step % R == R - 1 or back == 0:
             keep(kept_G, kept_Y, ((slot + step // R) * beside + own) * V * P, cell, G, Y, whole, MOMENTUM)
         at, inside = first + (step * C + i) * H, step * C + i < length
@@ -258,7 +256,7 @@ def pull(
         X = weighed(from_rows(G, tl.trans(written), DT, EXACT, HALVES), numbers, 6, place, i, C, CHANNELS)
         if MOMENTUM:
             X += weighed(from_rows(Y, tl.trans(written), DT, EXACT, HALVES), numbers, 7, place, i, C, CHANNELS)
-        # What later tokens of the chunk have read of each write, on top of what its end sees.
+        # Later tokens of the chunk read each write, too, on top of the chunk's end.
         X = by_pairs(X, g, attend, place, i, False, C, DT, EXACT, HALVES, False)
         g = g.to(tl.float32)
         if RESET:

@@ -1,8 +1,8 @@
-"""Calls of looks that were seen before, by what is given alone: no tensor is made but those that kernels read or write.
+"""A short path for calls whose signature was seen before; it makes only the tensors that kernels read or write.
 
-A first call of its looks goes the way of all engines, which checks it, fills in what is missing and says what is wrong.
-The next differs from it in numbers that no host may look at, so that nothing is left to be found: its state is laid out
-and its kernels are launched. The same kernels take the same numbers, hence the same bits. [ENG-TRITON-D12]
+The first call of a signature takes the path of all engines, which validates it, fills in defaults and reports errors. A
+later call differs only in device values, which no host may look at, so nothing is left to check: its state is laid out
+and its kernels are launched. The same kernels get the same numbers, hence the same bits. [ENG-TRITON-D12]
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hecate.engine.triton.kernel import kernel_of
 from hecate.rule import Gates, MemoryState
 from hecate.tape import Tensors
 
-FIELDS = len(Inputs._fields)  # of a call's tensors, ahead of its states
+FIELDS = len(Inputs._fields)  # tensors of a call, before its states
 
 
 def is_short(call: Call) -> bool:
-    """True if no more is to be done for calls that look like one than to launch block kernels."""
+    """True if calls of this signature need nothing but the launch of block kernels."""
     plan, config = call.plan, call.config
     if plan.looks is not False or plan.by_tensors or plan.masked or plan.general:
         return False
@@ -30,15 +30,15 @@ def is_short(call: Call) -> bool:
         return False
     if config.forms.dampens or config.forms.per_head or config.on_nonfinite == "skip":
         return False
-    # Of the others some are to be cast.
+    # Tensors of other dtypes have to be cast.
     return all(item.dtype == plan.dtype or item.itemsize < plan.dtype.itemsize for item in call.inputs[:6])
 
 
 class Short:
-    """The way of a plan's calls from what is given to block kernels, which make features themselves."""
+    """Runs a plan's calls from a caller's tensors straight in block kernels, which compute the features."""
 
     def __init__(self, call: Call, exact: str, part: int) -> None:
-        """Of a call that went the whole way; in a precision, in parts of so many tokens or, with 0, whole."""
+        """call: one that took the full path; exact: the precision; part: tokens per part, or 0 for whole rows."""
         config, self.plan, self.slots = call.config, call.plan, len(call.plan.kinds[1])
         self.uses, self.defaults = (True, config.retention.uses_retain, self.slots > 0), config.forms.defaults
         self.run = kernel_of(config, exact, raw=True, part=part).block().forward
@@ -48,14 +48,14 @@ class Short:
     ) -> Tensors:
         """Outputs, and the new state's tensors in the order of `Carry`."""
         *states, position = self.states(k, state, initial)
-        given: list[Any] = []
+        filled: list[Any] = []
         for gate, used, default in zip(gates, self.uses, self.defaults):  # noqa: B905
             if used and not isinstance(gate, Tensor):
                 number = default if gate is None else float(gate)
                 wide = torch.promote_types(k.dtype, torch.float32)
                 gate = torch.full(k.shape[:3], number, dtype=wide, device=k.device)
-            given.append(gate if used else None)
-        inputs: Tensors = (*states, states[0], k, q, v, *given, None, None, None, None)
+            filled.append(gate if used else None)
+        inputs: Tensors = (*states, states[0], k, q, v, *filled, None, None, None, None)
         return *self.run(*inputs)[0], position
 
     def states(self, k: Tensor, state: MemoryState | None, initial: Named | None) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""Parts of a token's step, as functions of a memory's whole state in registers: the step of a retention, the memory of
-what is carried and the algorithm's direction, all printed by `tiles` but for erasing momenta; each with its pullback.
+"""The parts of a token's step on a whole state in registers, each with its pullback: the step of a retention, the link
+from a carried state to its memory, and the direction of an algorithm. All but erasing momenta are printed by `tiles`.
 
-A tile is `[P, V]`: phi channels down, values along, padded with zeros, where `whole` says which cells are true, `in_p`
-`[P, 1]` which rows and `in_v` `[1, V]` which columns are. [ENG-TRITON-D5]
+A tile is `[P, V]`, phi channels by values, padded with zeros. `whole` is the mask of its cells, `in_p` `[P, 1]` that of
+rows and `in_v` `[1, V]` that of columns. [ENG-TRITON-D5]
 """
 
 import triton
@@ -17,14 +17,14 @@ def moved(X, D, r, c, whole, in_p, in_v, P: tl.constexpr, V: tl.constexpr, STEP:
 
 @triton.jit
 def moved_vjp(X, D, r, c, whole, in_p, in_v, G, P: tl.constexpr, V: tl.constexpr, STEP_BACK: tl.constexpr):
-    """Cotangents of X, D and, cell by cell, r."""
+    """Cotangents of X, D and, per cell, r."""
     GX, GD, GR = STEP_BACK(whole, in_p, in_v, P, V, X, D, r, G, c)
     return tl.where(whole, GX, 0.0), tl.where(whole, GD, 0.0), tl.where(whole, GR, 0.0)
 
 
 @triton.jit
 def weights(A, c, whole, in_p, in_v, P: tl.constexpr, V: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr):
-    """The memory of a carried state, which predicts and is read."""
+    """The memory of a carried state, for predictions and reads."""
     M = A
     if DUAL:
         M = tl.where(whole, LINK(whole, in_p, in_v, P, V, A, c), 0.0)
@@ -33,17 +33,17 @@ def weights(A, c, whole, in_p, in_v, P: tl.constexpr, V: tl.constexpr, LINK: tl.
 
 @triton.jit
 def weights_vjp(A, c, whole, in_p, in_v, G, P: tl.constexpr, V: tl.constexpr, LINK_BACK: tl.constexpr):
-    """Cotangent of a dual state from that of its memory."""
+    """Cotangent of a dual state, from that of its memory."""
     return tl.where(whole, LINK_BACK(whole, in_p, in_v, P, V, A, G, c), 0.0)
 
 
-# Directions, of a gradient u w^T: u `[1, V]`, w `[P, 1]`; ca are the algorithm's numbers, the strength of an erasing
+# Directions for a gradient u w^T: u `[1, V]`, w `[P, 1]`; ca: an algorithm's constants, or the strength of an erasing
 # momentum.
 
 
 @triton.jit
 def erased(u, w, ca, ALGORITHM: tl.constexpr):
-    """c |u|^2 with c = e / (1 + e |u|^2 |w|^2), or c = 1, and its slopes by |u|^2 and |w|^2."""
+    """c |u|^2 with c = e / (1 + e |u|^2 |w|^2), or c = 1, and its derivatives by |u|^2 and |w|^2."""
     n, e = tl.sum(u * u), ca[0]
     if ALGORITHM == "erase":
         g, by_u, by_w = n, n * 0.0 + 1.0, n * 0.0
@@ -58,7 +58,7 @@ def direction(
     S, u, w, l, m, ca, whole, in_p, in_v, P: tl.constexpr, V: tl.constexpr, DESCEND: tl.constexpr,
     ALGORITHM: tl.constexpr,
 ):  # fmt: skip
-    """The direction, and the slot that is carried on: S without one."""
+    """The direction, and the next slot: S itself without one."""
     if ALGORITHM == "printed":
         D, S = DESCEND(whole, in_p, in_v, P, V, w * u, l, m, S, ca)
         D, S = tl.where(whole, D, 0.0), tl.where(whole, S, 0.0)
@@ -74,12 +74,12 @@ def direction_vjp(
     S, u, w, l, m, ca, X, Y, whole, in_p, in_v, P: tl.constexpr, V: tl.constexpr, DESCEND_BACK: tl.constexpr,
     ALGORITHM: tl.constexpr,
 ):  # fmt: skip
-    """Cotangents of S, u, w, l and m from those X of the direction and Y of the slot."""
+    """Cotangents of S, u, w, l and m, from those of the direction (X) and of the slot (Y)."""
     if ALGORITHM == "printed":
         GG, gl, gm, Y = DESCEND_BACK(whole, in_p, in_v, P, V, w * u, l, m, S, X, Y, ca)
         GG, Y = tl.where(whole, GG, 0.0), tl.where(whole, Y, 0.0)
         gu, gw = tl.sum(GG * w, 0)[None, :], tl.sum(GG * u, 1)[:, None]
-        nothing = tl.zeros([1, 1], tl.float32)  # sums over cells are tiles of one number, or the number 0
+        nothing = tl.zeros([1, 1], tl.float32)  # sums over cells are 1 x 1 tiles, or the number 0
         gl, gm = tl.sum(gl + nothing), tl.sum(gm + nothing)
     else:
         X += Y

@@ -1,9 +1,9 @@
-"""Formulas as the kernels know them: the names of a text in Triton, and its functions.
+"""Functions of printed formulas in Triton, and the functions that their text may call.
 
-Those of a bias take rows of values `[C, V]`; `inside` `[1, V]` says what lies within the width N, and sums and maxima
-go along a row. Those of a retention take a whole weight as a tile `[P, V]`, phi channels down, so that its rows are the
-tile's columns; `whole` says which cells are true, `in_p` `[P, 1]` and `in_v` `[1, V]` which channels and values.
-Nothing is written: Triton takes the text from memory, and its cache knows it by what it says. [ENG-TRITON-D9]
+A bias takes rows of values `[C, V]`; `inside` `[1, V]` is the mask of the width N, and sums and maxima go along a row.
+A retention takes a whole weight as a tile `[P, V]`, phi channels down, so the weight's rows are the tile's columns;
+`whole` is the mask of its cells, `in_p` `[P, 1]` that of channels and `in_v` `[1, V]` that of values. No file is
+written: Triton reads the text from memory, and its cache is keyed by the text. [ENG-TRITON-D9]
 """
 
 import hashlib
@@ -34,13 +34,13 @@ from hecate.retention import Retention
 
 @triton.jit
 def total(AXIS: tl.constexpr, inside, x):
-    """The sum along an axis, which stays."""
+    """The sum along an axis, which is kept."""
     return tl.sum(tl.where(inside, x, 0.0), AXIS, keep_dims=True)
 
 
 @triton.jit
 def top(AXIS: tl.constexpr, inside, x):
-    """The largest number along an axis, or NaN, which the hardware's maximum passes over."""
+    """The maximum along an axis; NaN if there is one, which the hardware's maximum ignores."""
     lost = tl.sum(tl.where(inside & (x != x), 1.0, 0.0), AXIS, keep_dims=True)
     most = tl.max(tl.where(inside & (x == x), x, float("-inf")), AXIS, keep_dims=True)
     return tl.where(lost > 0, float("nan"), most)
@@ -55,14 +55,14 @@ def expm1(x):
 
 @triton.jit
 def tanh(x):
-    """By e^2|x| - 1, which is small where x is."""
+    """tanh x from e^2|x| - 1, which stays accurate for small x."""
     y = expm1(2 * tl.where(tl.abs(x) > 20, 20.0, tl.abs(x)))
     return tl.where(x < 0, -1.0, 1.0) * (y / (y + 2))
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x), times x over what 1 + x kept of it."""
+    """log(1 + x), corrected by x over the part of x that survives in 1 + x."""
     y = 1.0 + x
     kept = tl.where(y == 1, 1.0, y - 1)
     return tl.where((y == 1) | (y == float("inf")), x, tl.log(y) * (x / kept))
@@ -77,14 +77,15 @@ def power(x, n):
     return tl.where(x < 0, tl.where(n == tl.floor(n), signed, tl.where(size == float("inf"), y, float("nan"))), y)
 
 
-# `tl.` in front: the interpreter replaces what it finds in this module, not functions under names of their own.
+# With `tl.` in front: the interpreter patches modules that a function's globals name, not aliases of functions in them.
 NAMES = {name: f"tl.{name}(" for name in "where abs sqrt exp log sin cos erf floor".split()}
-# By whether a weight's cells are summed up, or what has one number for each of its rows or columns.
+# Masks of sums, by the operand's axes: a weight's cells, or one number for each of its rows or columns.
 IN_TILES = {ALONG | DOWN: "whole", ALONG: "in_p", DOWN: "in_v"}
 
 
 def _named(node: Node, axis: int, inside: str | None = None) -> str:
-    """A node's name and what goes ahead of its inputs; axis: that values go along; inside: as a weight's cells say."""
+    """A node's name and the arguments before its inputs; axis: of values; inside: the mask of sums, if it is one for
+    all."""
     if node.op not in SUMS:
         return NAMES.get(node.op, f"{node.op}(")
     name = node.op.removeprefix("column_")
@@ -93,8 +94,8 @@ def _named(node: Node, axis: int, inside: str | None = None) -> str:
 
 class Tiles(NamedTuple):
     """A bias for the kernels: `psi(inside, N, p, v, cu)` is u, `pull(inside, N, p, v, g, cg)` the cotangents of p and v
-    from that of u, `cu` and `cg` their numbers. u `moves` with p, or is -v; values are `apart` if none needs others; u
-    is the `error` p - v."""
+    from that of u; `cu` and `cg` are their constants. moves: u depends on p, else it is -v; apart: values are
+    independent; error: u is p - v."""
 
     psi: Any
     pull: Any
@@ -107,9 +108,9 @@ class Tiles(NamedTuple):
 
 class Steps(NamedTuple):
     """A retention for the kernels: `step(*, X, D, r, c)` and `step_back(*, X, D, r, g, c)`, the cotangents of X, D and,
-    cell by cell, r; `link(*, A, c)` and `link_back(*, A, g, c)`, None where the memory itself is carried. Ahead of all,
-    `*`, are whole, in_p, in_v and the widths P and V; the numbers are `cs`, `cs_back`, `cl` and `cl_back`. Rows are
-    `apart` if none needs others."""
+    per cell, r; `link(*, A, c)` and `link_back(*, A, g, c)`, None where the memory itself is carried. `*` stands for
+    whole, in_p, in_v and the widths P and V. numbers: the constants `cs`, `cs_back`, `cl` and `cl_back`; apart: rows
+    are independent."""
 
     step: Any
     step_back: Any
@@ -120,7 +121,7 @@ class Steps(NamedTuple):
 
 
 def steps_of(retention: Retention, *, single: bool) -> Steps:
-    """The functions of a retention; `single` says that retain is one number. Raises Unprintable for what has none."""
+    """The functions of a retention; `single`: retain is one number. Raises Unprintable if it has none."""
     formula = retention_formula(retention)
     step = formula if isinstance(formula, str) else formula.step(single=single)
     if isinstance(formula, str) or isinstance(step, str):
@@ -149,15 +150,15 @@ def _steps(step: Weights, link: Weights | None) -> Steps:
 
 
 def _of_weights(name: str, inputs: Sequence[str], results: Sequence[Node]) -> Text:
-    given = "whole", "in_p", "in_v", "N: tl.constexpr", "M: tl.constexpr", *inputs
-    return printed(name, given, results, names=partial(_named, axis=0))
+    arguments = "whole", "in_p", "in_v", "N: tl.constexpr", "M: tl.constexpr", *inputs
+    return printed(name, arguments, results, names=partial(_named, axis=0))
 
 
 @lru_cache(256)
 def descent_of(formula: AlgorithmFormula) -> tuple[Any, Any, tuple[tuple[float, ...], tuple[float, ...]]]:
-    """`descend(*, G, lr, m, S, c)`, an algorithm's direction and its slot after it, and `descend_back(*, G, lr, m, S,
-    g, h, c)`, the cotangents of G, lr, m and S from theirs, with `*` as in `Steps`; and the numbers of both. An
-    algorithm without a slot hands S and h on as they come."""
+    """`descend(*, G, lr, m, S, c)`, an algorithm's direction and next slot; `descend_back(*, G, lr, m, S, g, h, c)`,
+    the cotangents of G, lr, m and S from those of the two; and the constants of both. `*` is as in `Steps`. Without a
+    slot, S and h pass through unchanged."""
     before, after = (formula.results[0].nodes.input(name, ALONG | DOWN) for name in ("s0", "h0"))
     texts = [
         _of_weights("descend", ("G", "lr", "m", "s0"), (*formula.results, before)[:2]),
@@ -168,8 +169,8 @@ def descent_of(formula: AlgorithmFormula) -> tuple[Any, Any, tuple[tuple[float, 
 
 
 def map_of(feature_map: FeatureMap) -> list[Any]:
-    """`phi(x, c)` and `pull(x, g, c)` of a componentwise map, whose numbers are in the text, for a tuple of constants
-    holds both: c is nothing. Raises Unprintable for what has none."""
+    """`phi(x, c)` and `pull(x, g, c)` of an elementwise map. Its constants are in the text, as one tuple of constants
+    holds both functions, and c is unused. Raises Unprintable if it has none."""
     return _map(*printable(map_nodes(feature_map)))
 
 
@@ -182,27 +183,28 @@ def _map(there: Node, back: Node) -> list[Any]:
 
 
 def tiles_of(bias: Bias, *, turned: bool = False) -> Tiles:
-    """The functions of a bias, of rows or, `turned`, of columns. Raises Unprintable, which says why it has none."""
+    """The functions of a bias, for rows or, `turned`, for columns. Raises Unprintable with the reason if it has
+    none."""
     return _tiles(bias_formula(bias), turned)
 
 
 @lru_cache(256)
 def _tiles(formula: Formula, turned: bool) -> Tiles:
-    given, names = ("inside", "N: tl.constexpr", "p", "v"), partial(_named, axis=0 if turned else 1, inside="inside")
-    psi = printed("psi", given, [formula.u], names=names)
-    (psi_of, pull_of), (cu, cg) = compiled([psi, printed("pull", (*given, "g"), formula.pulled, names=names)])
+    inputs, names = ("inside", "N: tl.constexpr", "p", "v"), partial(_named, axis=0 if turned else 1, inside="inside")
+    psi = printed("psi", inputs, [formula.u], names=names)
+    (psi_of, pull_of), (cu, cg) = compiled([psi, printed("pull", (*inputs, "g"), formula.pulled, names=names)])
     return Tiles(psi_of, pull_of, cu, cg, not formula.target, formula.coordinatewise, formula.error)
 
 
 def compiled(texts: Sequence[Text]) -> tuple[list[Any], list[tuple[float, ...]]]:
-    """The functions of texts, and the numbers of each: (0,) for none, as an empty tuple is no argument."""
+    """The functions of texts, and the constants of each: (0,) for none, as Triton takes no empty tuple."""
     source, names = "\n".join(text.source for text in texts), tuple(text.name for text in texts)
     return _compiled(source, names), [text.numbers or (0.0,) for text in texts]
 
 
 @cache
 def _compiled(text: str, names: tuple[str, ...]) -> list[Any]:
-    """Functions of a text, which is made of names of the table and numbers alone: no string of a user's is in it."""
+    """The functions of a text. It consists of names from the table and numbers, never of a user's strings."""
     text = text.replace("INF", 'float("inf")').replace("NAN", 'float("nan")')
     file = f"<hecate formula {hashlib.sha256(text.encode()).hexdigest()[:24]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
