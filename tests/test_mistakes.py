@@ -11,7 +11,6 @@ from torch import nn
 
 import hecate
 from hecate import Gates, MemoryConfig, data, evals, hf, memory_scan, named_rule, phi, states
-from hecate.cli import main
 from hecate.cms import CMS
 from hecate.errors import ADVICE, MEANT, ArgumentError, CheckpointError, ConfigError, DataError, ShapeError
 from hecate.microscope import View
@@ -174,30 +173,6 @@ def test_a_mistake_in_python_is_answered_by_a_sentence(kind, line, given, tmp_pa
         ahead, _, after = said.partition(" Did you mean ")
         assert ahead.endswith(".") and ", " not in ahead and len(ahead) < 120
         assert not after.partition("? ")[2].startswith(("known", "it "))
-
-
-LINES = {
-    "train my.yaml": "cannot read config my.yaml: No such file or directory; `hecate init my.yaml` writes one",
-    "train latin.yaml": "latin.yaml is not UTF-8 text (byte 6); save it as UTF-8",
-    "train --set engine=fused": "engine: no such setting. hecate takes the fastest engine that is exact; `hecate show",
-    "eval folder --checkpoint first": "checkpoint must be one of 'best', 'newest', got 'first'",
-    "eval folder": "folder is a model of transformers, no run folder: `hecate eval folder --tasks` asks it",
-}
-
-
-@pytest.mark.spec("TRAIN-CLI-D2")
-@pytest.mark.parametrize("line", LINES)
-def test_a_mistake_on_the_command_line_is_answered_by_a_sentence(line, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "latin.yaml").write_bytes("name: \u00e9".encode("latin-1"))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/config.json").write_text("{}")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(SystemExit) as caught:
-        main(line.split())
-    out, err = capsys.readouterr()
-    assert caught.value.code == 2 and out == "" and err.count("error: ") == 1 and "Traceback" not in err
-    assert LINES[line] in err and sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.spec("VAR-WORDS-I1")
