@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
+
+import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SPECS = ROOT / "specs"
@@ -70,3 +75,15 @@ def marked(source: str) -> set[str]:
 @cache
 def marked_in_tests() -> set[str]:
     return {name for path in (ROOT / "tests").rglob("*.py") for name in marked(path.read_text())}
+
+
+def run_example(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs it as a reader does, in a module of its own and at torch's default dtype."""
+    torch.set_default_dtype(torch.float32)
+    module = ModuleType("worked_example")
+    # Blank lines ahead of it make a traceback point into the document.
+    code = compile("\n" * (example.line - 1) + example.source, str(example.path), "exec", dont_inherit=True)
+    with monkeypatch.context() as patch:  # pydantic and pickle look names up in the module
+        patch.setitem(sys.modules, module.__name__, module)
+        exec(example.setup, vars(module))
+        exec(code, vars(module))

@@ -23,6 +23,7 @@ from hecate.rule import RULES, named_rule
 from hecate.train import ExperimentConfig, checkpoints
 from hecate.train.compose import experiment_schema
 from hecate.train.loggers import read_metrics
+from tests.registries import restore_registries
 
 TINY = """
 name: tiny
@@ -83,40 +84,40 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
     assert code == 0 and "finished at step 2; report: runs/tiny-2/report.md" in out
 
 
+FAMILIES = "phi, bias, retention, link, algorithm, structure, activation, gating, readout, position, data, optimizer, "
+NO_FOLDER = "gone is not a run folder: there is no such folder; "
+MISTAKES = {
+    "train nope": "no preset 'nope'. Did you mean 'hope'? Known: cms, hope, hope_170m, lact_760m, lm-130m, ",
+    "train my.yaml": "cannot read config my.yaml: No such file or directory; `hecate init my.yaml` writes one",
+    "train latin.yaml": "latin.yaml is not UTF-8 text (byte 6); save it as UTF-8",
+    "train tiny.yaml --set optim.lr=0": "optim.lr: must be > 0.0, got 0  [--set optim.lr=0]",
+    "train tiny.yaml --set data.kind=text --set data.paths=[gone.txt]": "data.paths: no file or folder 'gone.txt'",
+    "train tiny.yaml --resume": "there is no run of 'tiny' in runs/ to resume",
+    "train tiny.yaml --resume --out x": "--resume takes its config from x; leave 'tiny.yaml' out",
+    f"train tiny.yaml --out {'x' * 300}": "cannot use 'xxx",
+    "train --resume --out gone": f"{NO_FOLDER}`hecate train --out` starts a run there",
+    "train --set engine=fused": "engine: no such setting. hecate takes the fastest engine that is exact; `hecate show",
+    "eval gone": f"{NO_FOLDER}name one that `hecate train` has written, such as runs/quickstart",
+    "eval folder": "folder is a model of transformers, no run folder: `hecate eval folder --tasks` asks it",
+    "eval folder --checkpoint first": "checkpoint must be one of 'best', 'newest', got 'first'",
+    "generate gone": NO_FOLDER,
+    "list phy": f"no family 'phy'. Did you mean 'phi'? Known: {FAMILIES}logger, engines, rules, presets.",
+    "list feature_maps": f"no family 'feature_maps'. Did you mean 'phi'? Known: {FAMILIES}",
+    "export gone --to gguf": "--to must be one of 'safetensors', 'torch', 'dcp', 'hf', 'onnx', got 'gguf'",
+    "export gone --to hf --dtype float16": "--dtype float16 and --to hf: weights keep",
+}
+
+
 @pytest.mark.spec("TRAIN-CLI-D2")
-def test_errors_are_one_message_on_stderr(hecate):
-    for argv, code, message in (
-        (
-            ("train", "nope"),
-            2,
-            "error: no preset 'nope'. Did you mean 'hope'? Known: cms, hope, hope_170m, lact_760m, lm-130m, ",
-        ),
-        (("train", "tiny.yaml", "--set", "optim.lr=0"), 2,
-         "error: optim.lr: must be > 0.0, got 0  [--set optim.lr=0]"),
-        (("train", "tiny.yaml", "--set", "data.kind=text", "--set", "data.paths=[gone.txt]"), 2,
-         "error: data.paths: no file or folder 'gone.txt'"),
-        (("train", "tiny.yaml", "--resume"), 2,
-         "error: there is no run of 'tiny' in runs/ to resume"),
-        (("train", "--resume", "--out", "gone"), 2,
-         "error: gone is not a run folder: there is no such folder; `hecate train --out` starts a run there"),
-        (("train", "tiny.yaml", "--resume", "--out", "x"), 2,
-         "error: --resume takes its config from x; leave 'tiny.yaml' out"),
-        (("eval", "gone"), 2, "error: gone is not a run folder: there is no such folder; name one that "
-         "`hecate train` has written, such as runs/quickstart"),
-        (("generate", "gone"), 2, "error: gone is not a run folder"),
-        (("train", "tiny.yaml", "--out", "x" * 300), 2, "error: cannot use 'xxx"),
-        (("list", "phy"), 2, "error: no family 'phy'. Did you mean 'phi'? Known: phi, bias, retention, link, "
-         "algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, rules, "
-         "presets."),
-        (("list", "feature_maps"), 2, "error: no family 'feature_maps'. Did you mean 'phi'? Known: phi, bias, "
-         "retention, link, algorithm, structure, activation, gating, readout, position, data, optimizer, logger, "),
-        (("export", "gone", "--to", "gguf"), 2,
-         "error: --to must be one of 'safetensors', 'torch', 'dcp', 'hf', 'onnx', got 'gguf'"),
-        (("export", "gone", "--to", "hf", "--dtype", "float16"), 2, "error: --dtype float16 and --to hf: weights keep"),
-    ):  # fmt: skip
-        found, out, err = hecate(*argv)
-        assert (found, out) == (code, "")
-        assert err.startswith(message) and "Traceback" not in err and err.count("error:") == 1
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_message_on_stderr_and_leaves_nothing(line, hecate, tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("name: \u00e9".encode("latin-1"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = hecate(*line.split())
+    assert (code, out) == (2, "") and err.startswith(f"error: {MISTAKES[line]}")
+    assert "Traceback" not in err and err.count("error:") == 1 and sorted(tmp_path.rglob("*")) == before
 
 
 def test_an_export_of_the_folder_that_one_is_in_lies_beside_it(hecate, tmp_path, monkeypatch):
@@ -287,19 +288,21 @@ class Halved(phi.FeatureMap):
 """
 
 
-def test_own_parts_are_imported_before_a_command(tmp_path):
+def test_own_parts_are_imported_before_a_command(hecate, tmp_path, monkeypatch):
+    restore_registries(monkeypatch)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "my_parts.py").write_text(PARTS)
-    command = [sys.executable, "-m", "hecate", "--import", "my_parts", "show", "mqar", "--set", "feature_map=halved"]
-    assert "kind: halved" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "kind: halved" in hecate("--import", "my_parts", "show", "mqar", "--set", "feature_map=halved")[1]
+    assert sys.modules.pop("my_parts").__file__ == str(tmp_path / "my_parts.py")
 
 
 @pytest.mark.spec("TRAIN-RUN-D2")
 def test_a_terminated_process_saves_and_can_be_resumed(hecate, tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    code = "import sys; sys.modules['matplotlib.figure'] = None; from hecate.__main__ import main; main()"
+    line = "train tiny.yaml --steps 100000 --set checkpoint_every=100000 --set eval_every=2 --out run"
     process = subprocess.Popen(
-        [sys.executable, "-m", "hecate", "train", "tiny.yaml", "--steps", "100000", "--set", "checkpoint_every=100000",
-         "--set", "eval_every=2", "--out", "run"],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code, *line.split()], env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     # Lines ahead of it say what takes long: importing, loading data, compiling.
     assert any("step      2/100000" in line for line in process.stderr)
@@ -353,32 +356,24 @@ def test_estimate_counts_what_is_built(hecate, preset):
 
 @pytest.mark.spec("TRAIN-PAPER-D1")
 @pytest.mark.parametrize(
-    ("preset", "rule", "width", "depth", "tokens"),
-    [
-        ("yaad_170m", "yaad", 768, 12, 15e9),
-        ("moneta_170m", "moneta", 768, 12, 15e9),
-        ("memora_170m", "memora", 768, 12, 15e9),
-        ("titans_170m", "titans", 768, 12, 15e9),
-        ("omeganet_170m", "omeganet", 768, 12, 15e9),
-        ("hope_170m", None, 768, 12, 15e9),
-        ("lact_760m", "large_chunk_ttt", 1536, 24, None),
-    ],
-)
-def test_presets_of_papers_are_of_their_size_and_say_what_is_ours(preset, rule, width, depth, tokens):
+    ("preset", "rule"),
+    [*((f"{rule}_170m", rule) for rule in ("yaad", "moneta", "memora", "titans", "omeganet")),
+     ("hope_170m", None), ("lact_760m", "large_chunk_ttt")],
+)  # fmt: skip
+def test_presets_of_papers_are_of_their_size_and_say_what_is_ours(preset, rule):
     from hecate.train import load_experiment
     from hecate.train.compose import _FILES, preset_about
     from hecate.train.estimate import sizes_of
 
     text, config = _FILES[preset].read_text(), load_experiment(preset)
     assert "ours" in text.lower() and preset_about(preset)
-    model, budget = config.model, config.budget
-    assert (model.d_model, model.layers, config.name) == (width, depth, preset)
+    model, budget, small = config.model, config.budget, preset.endswith("_170m")
+    assert (model.d_model, model.layers, config.name) == (*((768, 12) if small else (1536, 24)), preset)
     assert rule is None or type(model.memory.structure) is type(named_rule(rule).structure)
-    assert tokens is None or budget.steps * budget.batch_size * config.seq_len == pytest.approx(tokens, rel=1e-4)
-    sizes = sizes_of(config)
-    vocabulary = 2 * (32_000 - 256) * width  # a word's vocabulary, untied, in place of bytes
-    if rule in ("yaad", "moneta", "memora", "titans", "omeganet"):
-        assert sizes.parameters + vocabulary == pytest.approx(172e6, rel=0.02)
+    assert not small or budget.steps * budget.batch_size * config.seq_len == pytest.approx(15e9, rel=1e-4)
+    if small and rule:
+        vocabulary = 2 * (32_000 - 256) * 768  # a word's vocabulary, untied, in place of bytes
+        assert sizes_of(config).parameters + vocabulary == pytest.approx(172e6, rel=0.02)
 
 
 @pytest.mark.spec("TRAIN-LIST-D1")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
-from types import ModuleType
 
 import pytest
-import torch
 
 from tests.registries import restore_registries
-from tests.spec_files import ROOT, SPEC_ID, Example, examples, stated
+from tests.spec_files import ROOT, SPEC_ID, Example, examples, run_example, stated
 
 PAGES = sorted((ROOT / "docs" / "pages").glob("*.md"))
 BLOCKS = [example for path in PAGES for example in examples(path)]
@@ -19,13 +16,8 @@ BLOCKS = [example for path in PAGES for example in examples(path)]
 
 @pytest.mark.parametrize("example", BLOCKS, ids=lambda example: example.name)
 def test_the_code_of_a_page_runs(example: Example, monkeypatch: pytest.MonkeyPatch):
-    torch.set_default_dtype(torch.float32)
     restore_registries(monkeypatch)
-    module = ModuleType("page")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    source = "\n" * (example.line - 1) + example.source
-    exec(example.setup, vars(module))
-    exec(compile(source, str(example.path), "exec", dont_inherit=True), vars(module))
+    run_example(example, monkeypatch)
 
 
 def test_pages_cite_existing_statements():

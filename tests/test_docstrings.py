@@ -1,14 +1,12 @@
-"""Docstrings: of every variant that ships formula, origin, and the ids of its statements; no riddles anywhere."""
+"""Docstrings: of every variant that ships formula, origin, and the ids of its statements."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import hecate
 from hecate.variant import Variant
@@ -77,28 +75,3 @@ def test_concrete_variants_are_final():
         if child.__module__.startswith("hecate.")
     }
     assert not subclassed
-
-
-RIDDLES = re.compile(r"\s*(?:What|Whether|Why|How|Those|Who|Which)\b")
-
-
-def riddles(source: str) -> list[str]:
-    """The first lines of docstrings, those of attributes too, that begin like a question instead of naming a thing."""
-    bodies = [node.body for node in ast.walk(ast.parse(source)) if isinstance(getattr(node, "body", None), list)]
-    alone = [statement.value for body in bodies for statement in body if isinstance(statement, ast.Expr)]
-    texts = [value.value for value in alone if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-    return [text.strip().partition("\n")[0] for text in texts if RIDDLES.match(text)]
-
-
-def test_docstrings_name_what_they_document():
-    root = Path(hecate.__file__).parent
-    found = [
-        f"{path.relative_to(root)}: {line}" for path in sorted(root.rglob("*.py")) for line in riddles(path.read_text())
-    ]
-    assert not found, "\n".join(found)
-
-
-def test_riddle_check_itself():
-    source = '"""What a file is."""\ndef f():\n    """Whether it is so."""\nx = 1\n"""How\nmuch."""\n'
-    assert sorted(riddles(source)) == ["How", "What a file is.", "Whether it is so."]
-    assert not riddles('"""Contents."""\n\ndef f():\n    """However, what it is."""\n    return "What"\n')

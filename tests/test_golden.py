@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -91,9 +92,10 @@ def test_state_files_are_read():
 
 @pytest.mark.spec("CKPT-OLD-I1")
 @pytest.mark.parametrize("golden", RUNS, ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_runs_are_opened_and_resumed(golden, tmp_path):
+def test_runs_are_opened_and_resumed(golden, tmp_path, monkeypatch):
     """The model, its answers, the optimiser's state, the cursor of the data: one of them lost would show in a loss."""
     torch.set_default_dtype(torch.float32)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # drawing takes a second
     folder = tmp_path / "run"
     shutil.copytree(golden, folder)
     known = json.loads((folder / "golden.json").read_text())

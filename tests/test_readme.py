@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def run_block(index: int) -> dict[str, object]:
 
 def test_python_blocks_run(tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # drawing takes a second
     tiny = ["budget.steps=1", "budget.batch_size=2", "budget.eval_batches=1"]
     run_experiment(load_experiment("quickstart", tiny), f"{tmp_path}/runs/mine", display=Display(quiet=True))
     export_run(f"{tmp_path}/runs/mine", f"{tmp_path}/hf-folder")

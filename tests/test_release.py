@@ -12,31 +12,31 @@ import yaml
 import hecate
 
 ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, CITATION = PYPROJECT["project"], yaml.safe_load((ROOT / "CITATION.cff").read_text())
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 def test_version_changelog_and_citation_agree():
     sections = re.findall(r"^## \[(.+?)\](?: - (.+))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert sections[0] == ("Unreleased", "")
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert sections[1] == (hecate.__version__, str(citation["date-released"]))
-    assert citation["version"] == hecate.__version__
+    assert sections[1] == (hecate.__version__, str(CITATION["date-released"]))
+    assert CITATION["version"] == hecate.__version__
     dates = [date.fromisoformat(day) for _, day in sections[1:]]
     assert dates == sorted(dates, reverse=True) and len({name for name, _ in sections}) == len(sections)
 
 
 def test_a_built_package_has_the_version_of_the_code():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
-    assert project["tool"]["hatch"]["version"]["path"] == "hecate/__init__.py"
+    assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
+    assert PYPROJECT["tool"]["hatch"]["version"]["path"] == "hecate/__init__.py"
 
 
 def test_extras_are_those_that_users_expect():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {"cpu", "gpu", "cuda", "data", "hf", "peers", "track", "plot", "docs", "test", "all"} <= set(extras)
-    assert extras["cuda"] == ["hecate-memory[gpu]"]
-    assert {re.split(r"[>=;]", line)[0] for line in extras["gpu"]} == {"triton", "fla-core"}
-    for line in (line for name in ("all", "cuda") for line in extras[name]):
-        assert set(re.fullmatch(r"hecate-memory\[(.+)\]", line)[1].split(",")) <= set(extras)
+    assert {"cpu", "gpu", "cuda", "data", "hf", "peers", "track", "plot", "docs", "test", "all"} <= set(EXTRAS)
+    assert EXTRAS["cuda"] == ["hecate-memory[gpu]"]
+    assert {re.split(r"[>=;]", line)[0] for line in EXTRAS["gpu"]} == {"triton", "fla-core"}
+    for line in (line for name in ("all", "cuda") for line in EXTRAS[name]):
+        assert set(re.fullmatch(r"hecate-memory\[(.+)\]", line)[1].split(",")) <= set(EXTRAS)
 
 
 TOLD = [
@@ -55,17 +55,14 @@ def test_nobody_is_told_to_install_the_package_of_another_project():
 
 
 def test_the_package_is_not_published_under_the_name_that_is_imported():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert project["name"] == "hecate-memory" and project["scripts"] == {"hecate": "hecate.__main__:main"}
-    assert {*project.get("urls", {}).values()} <= {citation.get("repository-code"), citation.get("url")}
-    wheel = project["name"].replace("-", "_")
+    assert PROJECT["name"] == "hecate-memory" and PROJECT["scripts"] == {"hecate": "hecate.__main__:main"}
+    assert {*PROJECT.get("urls", {}).values()} <= {CITATION.get("repository-code"), CITATION.get("url")}
+    wheel = PROJECT["name"].replace("-", "_")
     assert f"/{wheel}-*.whl" in (ROOT / ".ci/run").read_text()
 
 
 def test_an_install_line_names_an_extra_that_there_is():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     called = [re.findall(r"install_line\(['\"](\w+)['\"]\)", path.read_text()) for path in TOLD if path.suffix == ".py"]
     lines = [re.findall(r'install -c constraints\.txt (?:-e )?"\.\[(.+?)\]"', path.read_text()) for path in TOLD]
     named = [extra for found in (*called, *lines) for names in found for extra in names.split(",")]
-    assert len(named) > 10 and {*named} - {"{extra}"} <= set(extras)
+    assert len(named) > 10 and {*named} - {"{extra}"} <= set(EXTRAS)

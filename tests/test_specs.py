@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
-import sys
-from types import ModuleType
 
 import pytest
-import torch
 
-from tests.spec_files import ROOT, SPEC_ID, SPECS, Example, examples, files, marked, marked_in_tests, stated, statements
+from tests.spec_files import (
+    ROOT,
+    SPEC_ID,
+    SPECS,
+    Example,
+    examples,
+    files,
+    marked,
+    marked_in_tests,
+    run_example,
+    stated,
+    statements,
+)
 
 BLOCKS = [example for path in files() for example in examples(path)]
 CONTRACT = ("purpose", "expects", "guarantees", "cost", "trade-off", "source")
@@ -18,16 +27,7 @@ CONTRACT = ("purpose", "expects", "guarantees", "cost", "trade-off", "source")
 @pytest.mark.parametrize("example", BLOCKS, ids=lambda example: example.name)
 def test_worked_example(example: Example, monkeypatch: pytest.MonkeyPatch):
     assert re.search(r"^\s*(assert |raise |with pytest.raises)", example.source, re.MULTILINE)
-    # A reader runs it in a fresh interpreter, where the default dtype is float32.
-    torch.set_default_dtype(torch.float32)
-    # Blank lines ahead of it make a traceback point into the document.
-    source = "\n" * (example.line - 1) + example.source
-    code = compile(source, str(example.path), "exec", dont_inherit=True)
-    module = ModuleType("worked_example")
-    with monkeypatch.context() as patch:  # pydantic and pickle look names up in the module
-        patch.setitem(sys.modules, module.__name__, module)
-        exec(example.setup, vars(module))
-        exec(code, vars(module))
+    run_example(example, monkeypatch)
 
 
 def test_ids_are_unique():

@@ -256,6 +256,49 @@ def namespace(tree: ast.AST) -> dict[str, Any]:
     return found
 
 
+TRACED = {"bias", "cms", "engine", "gating", "models", "nn", "phi", "retention", "rule", "structure", "tape"}
+"""Rooms that torch.compile walks through, but for kernels."""
+CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}
+
+
+def graph_breaks(tree: ast.AST, room: str) -> Iterator[str]:
+    """What versions of torch before 2.13 break a graph at: they take what a star leaves for a tuple."""
+    for node in nodes(tree) if room in TRACED else ():
+        if isinstance(node, ast.Name) and (
+            node.id == "starmap" or (node.id == "id" and isinstance(node.ctx, ast.Load))
+        ):
+            yield f"{node.lineno}: {node.id} breaks a graph"
+        inside = nodes(node) if isinstance(node, ast.FunctionDef) else ()
+        targets = [target for item in inside if isinstance(item, ast.Assign) for target in item.targets]
+        stars = [star for target in targets for star in ast.walk(target) if isinstance(star, ast.Starred)]
+        starred = {dotted(star.value) for star in stars}
+        for item in inside:
+            written = isinstance(item, ast.Subscript) and isinstance(item.ctx, ast.Store)
+            called = isinstance(item, ast.Attribute) and item.attr in CHANGES
+            if (written or called) and isinstance(item.value, ast.Name) and item.value.id in starred:
+                yield f"{item.lineno}: {item.value.id}, which a star has made, is changed in place"
+
+
+def validators_without_signatures(tree: ast.AST, room: str) -> Iterator[str]:
+    """pydantic asks for them; from Python 3.12 on a generic class, such as FrozenDict[str, int], has none."""
+    for node in nodes(tree):
+        if isinstance(node, ast.Call) and dotted(node.func).endswith("Validator"):
+            if any(isinstance(given, ast.Subscript) for given in node.args):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+RIDDLE = re.compile(r"\s*(?:What|Whether|Why|How|Those|Who|Which)\b")
+
+
+def riddles(tree: ast.AST, room: str) -> Iterator[str]:
+    """Docstrings, those of attributes too, that begin like a question instead of naming a thing."""
+    bodies = [node.body for node in nodes(tree) if isinstance(getattr(node, "body", None), list)]
+    for value in (item.value for body in bodies for item in body if isinstance(item, ast.Expr)):
+        text = value.value if isinstance(value, ast.Constant) else None
+        if isinstance(text, str) and RIDDLE.match(text):
+            yield f"{value.lineno}: {text.strip().splitlines()[0]}"
+
+
 CHECKS: dict[Callable[[ast.AST, str], Iterator[str]], dict[str, list[str]]] = {
     # check -> room -> sources that it must complain about
     upward_imports: {
@@ -290,6 +333,14 @@ CHECKS: dict[Callable[[ast.AST, str], Iterator[str]], dict[str, list[str]]] = {
         "from hecate import bias\ntype(x) is bias.L2",
         "from hecate.algorithm import GD as Plain\nisinstance(x, (int, Plain))",
     ]},
+    graph_breaks: {"nn": [
+        "starmap(f, x)", "known = set(map(id, x))", "def f(x):\n    a, *b = x\n    b[0] = a",
+        "def f(x):\n    *b, a = x\n    b.pop()",
+    ]},
+    validators_without_signatures: {"variant": ["AfterValidator(FrozenDict[str, int])"]},
+    riddles: {"phi": [
+        '"""What a file is."""', 'def f():\n    """Whether it is so."""', 'x = 1\n"""How\nmuch."""',
+    ]},
     second_orders_cut: {"tape": [
         "from torch.autograd.function import once_differentiable",
         "@torch.autograd.function.once_differentiable\ndef f(): ...",
@@ -318,6 +369,11 @@ def test_the_check_itself(check):
     for room, faults in CHECKS[check].items():
         for fault in faults:
             assert list(check(ast.parse(fault), room)), f"missed in {room}: {fault}"
+
+
+def test_what_only_begins_as_a_riddle_does_is_none():
+    text = '"""Contents."""\n\ndef f():\n    """However, what it is."""\n    return "What"\n'
+    assert not list(riddles(ast.parse(text), "phi"))
 
 
 def test_every_room_has_a_floor():

@@ -247,6 +247,7 @@ def test_no_ctrl_c_prints_a_traceback(where, module):
 
 SHELL = """
 import os, sys
+sys.modules["matplotlib.figure"] = None  # drawing takes a second
 from hecate.cli import main
 kept, full = os.dup(1), os.open("/dev/full", os.O_WRONLY)
 r, unread = os.pipe()

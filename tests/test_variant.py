@@ -154,19 +154,6 @@ def test_an_abstract_helper_narrows_the_field():
 
 
 @pytest.mark.spec("VAR-UNION-I1")
-def test_a_kind_is_taken_once():
-    def clash():
-        class Ring(Shape):
-            """round: again."""
-
-            kind: Literal["round"] = "round"
-
-    text = message(clash)
-    assert "kind 'round' is taken by" in text and "Round" in text and "give" in text
-    assert Shape.variants()["round"] is Round
-
-
-@pytest.mark.spec("VAR-UNION-I1")
 def test_a_class_may_be_executed_again_as_in_a_notebook():
     cell = "class Blob(Shape):\n    'blob: anything.'\n    kind: Literal['blob'] = 'blob'\n    size: int = {size}\n"
     scope: dict[str, Any] = {"Shape": Shape, "Literal": Literal, "__name__": "notebook"}
@@ -180,36 +167,23 @@ def test_a_class_may_be_executed_again_as_in_a_notebook():
         del Shape._registry["blob"]
 
 
-def test_a_kind_is_pinned():
-    def no_default():
-        class Loose(Shape):
-            """loose: no default."""
+@pytest.mark.spec("VAR-UNION-I1")
+def test_a_kind_is_pinned_and_taken_once():
+    scope: dict[str, Any] = {"Shape": Shape, "Literal": Literal, "__name__": "mine"}
 
-            kind: Literal["loose"]
+    def define(body: str) -> None:
+        exec(compile(f"class Loose(Shape):\n    'loose: of a kind.'\n    {body}\n", "cell", "exec", 0, True), scope)
 
-    def any_text():
-        class Loose(Shape):
-            """loose: any text."""
-
-            kind: str = "loose"
-
-    def two():
-        class Loose(Shape):
-            """loose: two words."""
-
-            kind: Literal["loose", "lax"] = "loose"
-
-    def no_kind():
-        class Loose(Shape):
-            """A helper, which is asked for a value."""
-
-        Loose()
-
-    assert "needs a default for its kind" in message(no_default)
-    assert "Loose is no test_shape kind; pin one: `kind: Literal['own'] = 'own'`" in message(no_kind)
-    assert "must pin its kind" in message(any_text)
-    assert "must pin its kind" in message(two)
-    assert "loose" not in Shape.variants()
+    for kind, sentence in (
+        ('Literal["round"] = "round"', "kind 'round' is taken by"),
+        ('Literal["loose"]', "needs a default for its kind"),
+        ('str = "loose"', "must pin its kind"),
+        ('Literal["loose", "lax"] = "loose"', "must pin its kind"),
+    ):
+        assert sentence in message(lambda kind=kind: define(f"kind: {kind}"))
+    define("size: int = 1")  # a helper, which is asked for a value
+    assert "Loose is no test_shape kind; pin one: `kind: Literal['own'] = 'own'`" in message(scope["Loose"])
+    assert Shape.variants()["round"] is Round and "loose" not in Shape.variants()
 
 
 # --- what is refused, and in which words

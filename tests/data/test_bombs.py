@@ -32,8 +32,8 @@ def zst(size: int, text: bytes = b"a") -> bytes:
 
 
 def gz(size: int, text: bytes = b"a") -> bytes:
-    """Members of gzip, one after the other, of 64 MiB each."""
-    return gzip.compress(text * (64 * MIB), 6, mtime=0) * (size // (64 * MIB))
+    """Members of gzip, one after the other, of 8 MiB each."""
+    return gzip.compress(text * (8 * MIB), 6, mtime=0) * (size // (8 * MIB))
 
 
 class Peak:

@@ -9,6 +9,8 @@ import pytest
 
 from hecate.data import (
     IGNORED,
+    MQAR,
+    Copy,
     MADCompression,
     MADFuzzyRecall,
     MADMemorization,
@@ -18,9 +20,10 @@ from hecate.data import (
     ModularCounting,
     Parity,
     Permutations,
+    Retrieval,
     stream,
 )
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, DataError
 from tests.data.test_tasks import rows
 
 
@@ -154,7 +157,7 @@ TASKS = [
     Permutations(degree=3, elements="swaps", seq_len=8), Permutations(degree=4, elements="generators", seq_len=8),
     Permutations(degree=3, elements="generators", seq_len=8), MADRecall(seq_len=32), MADNoisyRecall(seq_len=32),
     MADFuzzyRecall(seq_len=32), MADSelectiveCopy(symbols=4, seq_len=16), MADCompression(seq_len=15),
-    MADMemorization(vocab_size=16),
+    MADMemorization(vocab_size=16), Copy(),
 ]  # fmt: skip
 
 
@@ -185,21 +188,26 @@ def test_a_guess_scores_its_chance(task):
 
 def test_impossible_sizes():
     for kind, fields, sentence in (
+        (MQAR, {"num_pairs": 17, "seq_len": 64}, "^num_pairs: .*num_pairs=17.*seq_len >= 68"),
+        (MQAR, {"num_pairs": 8, "vocab_size": 17}, "^num_pairs: .*num_pairs=8.*vocab_size >= 18"),
+        (MQAR, {"seq_len": 63}, "^seq_len: .*even.*63"),
+        (Retrieval, {"num_keys": 4, "queries": 5}, "queries=5 distinct keys cannot be asked with num_keys=4"),
         (MADRecall, {"seq_len": 7}, "seq_len: must be even, pairs are two tokens, got 7"),
         (MADNoisyRecall, {"noise_vocab": 30}, "noise_vocab=30 leaves 2 of vocab_size=32 for keys and values"),
         (MADFuzzyRecall, {"key_size": 8}, "key_size=8 different tokens cannot be drawn from the 7 of vocab_size=16"),
         (MADFuzzyRecall, {"seq_len": 11}, "seq_len: must be at least 12, a pair of key_size=3 and value_size=3 twice"),
-        (MADSelectiveCopy, {"symbols": 200}, "symbols=200 twice and a sign need seq_len >= 401, got 256"),
+        (MADSelectiveCopy, {"symbols": 200}, r"symbols=200 twice and a sign need seq_len >= 401, got 256"),
         (MADCompression, {"seq_len": 8}, "seq_len: must be odd, n symbols, a sign and n places, got 8"),
         (MADMemorization, {"seq_len": 3}, "seq_len: must be even"),
     ):
-        with pytest.raises(ConfigError, match="(?s)" + sentence.replace("(", r"\(")):
+        with pytest.raises(ConfigError, match=sentence):
             kind(**fields)
+    MQAR(num_pairs=16, seq_len=64, vocab_size=34)
 
 
 def test_another_length():
-    from hecate.data import MQAR, Copy
-
     assert MQAR().of_length(128).length() == 128 and Copy().of_length(32) == Copy()
     with pytest.raises(ConfigError, match="follows from its fields, got a request for 33"):
         Copy().of_length(33)
+    with pytest.raises(DataError, match="sequences of length 64, got a request for 32"):
+        MQAR().load().train_batch(0, 0, 1, 32)

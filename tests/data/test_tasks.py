@@ -69,19 +69,6 @@ def test_mqar_keys_and_values_are_uniform():
         assert np.all(np.abs(seen - 1 / size) < 5 * np.sqrt((1 - 1 / size) / size / 20_000))
 
 
-def test_mqar_refuses_impossible_sizes():
-    for fields, path, names in (
-        ({"num_pairs": 17, "seq_len": 64}, "num_pairs", ("num_pairs=17", "seq_len >= 68")),
-        ({"num_pairs": 8, "vocab_size": 17}, "num_pairs", ("num_pairs=8", "vocab_size >= 18")),
-        ({"seq_len": 63}, "seq_len", ("even", "63")),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            MQAR(**fields)
-        assert caught.value.problems[0].path == (path,)
-        assert all(name in str(caught.value) for name in names)
-    MQAR(num_pairs=16, seq_len=64, vocab_size=34)
-
-
 @pytest.mark.spec("DATA-COPY-D1")
 def test_copy_rows():
     task = Copy(vocab_size=5, symbols=7)
@@ -134,11 +121,6 @@ def test_retrieval_asks_present_keys_uniformly():
     for key in (1, 2, 3):
         share = (query[everyone] == key).mean()
         assert abs(share - 1 / 3) < 5 * np.sqrt(2 / 9 / everyone.sum())
-
-
-def test_retrieval_refuses_more_queries_than_keys():
-    with pytest.raises(ConfigError, match="queries=5 distinct keys cannot be asked with num_keys=4"):
-        Retrieval(num_keys=4, queries=5)
 
 
 TASKS = [MQAR(), Copy(), Retrieval(num_keys=5, queries=2, replacement=True)]
@@ -233,22 +215,13 @@ def test_validation_is_fixed_and_apart_from_training(task):
     assert not seen & {tuple(row) for batch in first for row in batch.tokens.tolist()}
 
 
-def test_another_length_is_refused():
-    with pytest.raises(DataError, match="sequences of length 64, got a request for 32"):
-        MQAR().load().train_batch(0, 0, 1, 32)
-
-
 @pytest.mark.spec("DATA-CHANCE-D1")
-@pytest.mark.parametrize(("task", "name"), [(MQAR(num_pairs=4), "a value of the row"), (Copy(), "any symbol")])
-def test_chances_are_the_accuracy_of_guessing(task, name):
-    rng = np.random.default_rng(0)
+def test_the_chance_of_mqar_is_that_of_a_value_of_the_row():
+    rng, task = np.random.default_rng(0), MQAR(num_pairs=4)
     tokens, targets = task.sample(stream(0, "train", 0), 4000)
     labelled = targets != IGNORED
-    if task.kind == "mqar":
-        guesses = np.take_along_axis(tokens, 1 + 2 * rng.integers(0, 4, tokens.shape), 1)
-    else:
-        guesses = rng.integers(1, task.vocab_size, tokens.shape)
-    share, chance = (guesses == targets)[labelled].mean(), task.chances()[name]
+    guesses = np.take_along_axis(tokens, 1 + 2 * rng.integers(0, 4, tokens.shape), 1)
+    share, chance = (guesses == targets)[labelled].mean(), task.chances()["a value of the row"]
     assert abs(share - chance) < 5 * np.sqrt(chance * (1 - chance) / labelled.sum())
 
 

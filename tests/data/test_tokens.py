@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +34,12 @@ from tests.nn.layers import near
 from tests.train.common import TINY_MODEL, same_bits, tiny
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    """Reports have none: to draw them takes a second."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 @pytest.fixture(scope="module")

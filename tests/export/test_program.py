@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,6 +45,17 @@ def program(module: nn.Module, *given: Any, **open_axes: Any) -> Any:
     return torch.export.export(module, given, dynamic_shapes=open_axes, strict=False)
 
 
+@cache
+def exported(rule: str) -> tuple[Memory, Any]:
+    """A layer of a rule, and its program."""
+    own = layer(rule)
+    return own, program(own, drawn(2, 6, 8), x=OPEN)
+
+
+def scans(found: Any) -> list[Any]:
+    return [node for node in found.graph.nodes if node.target == torch.ops.hecate.memory_scan.default]
+
+
 def near(found: Any, wanted: Any, atol: float = 1e-12) -> None:
     pairs = list(zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True))
     assert sum(isinstance(want, Tensor) for _, want in pairs) > 1
@@ -56,10 +68,8 @@ def near(found: Any, wanted: Any, atol: float = 1e-12) -> None:
 @pytest.mark.parametrize("rule", sized(set(RULES) - RECURRENT))
 @pytest.mark.spec("ENG-EXPORT-D1")
 def test_a_program_is_the_layer_at_any_length_and_batch(rule):
-    own = layer(rule)
-    found = program(own, drawn(2, 6, 8), x=OPEN)
-    nodes = [node for node in found.graph.nodes if node.target == torch.ops.hecate.memory_scan.default]
-    assert len(nodes) == 1
+    own, found = exported(rule)
+    assert len(scans(found)) == 1
     for batch, length in ((1, 1), (3, 2), (5, 37)):
         x = drawn(batch, length, 8, seed=length)
         near(found.module()(x), own(x))
@@ -117,15 +127,17 @@ def test_a_language_model_goes_on_from_states_and_is_written_to_a_file(kind):
 
 @pytest.mark.spec("ENG-EXPORT-D1")
 def test_gradients_go_through_the_operator():
-    own, x = layer("titans_linear"), drawn(3, 9, 8).requires_grad_()
-    runs = program(own, drawn(2, 6, 8), x=OPEN).module()
-    y, state = runs(x)
-    wanted, wanted_state = own(x)
-    loss, same = (a.square().sum() + s.memory.memory["weight"].sum() for a, s in ((y, state), (wanted, wanted_state)))
-    for got, want in zip(
-        *(torch.autograd.grad(z, [x, *m.parameters()]) for z, m in ((loss, runs), (same, own))), strict=True
-    ):
+    own, found = exported("titans")
+    x, runs = drawn(3, 9, 8).requires_grad_(), found.module()
+    for got, want in zip(*(slopes(module, x) for module in (runs, own)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def slopes(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    """Of a sum over outputs and last memories, by the input and every parameter."""
+    y, state = module(x)
+    total = y.square().sum() + sum(weight.sum() for weight in state.memory.memory.values())
+    return torch.autograd.grad(total, [x, *module.parameters()])
 
 
 class Scan(nn.Module):
@@ -168,10 +180,7 @@ def test_numbers_masks_and_starts_reach_the_operator_and_its_loop(fields):
 
 @pytest.mark.spec("ENG-EXPORT-D1")
 def test_the_operator_is_one_of_torchs():
-    own = layer("gated_delta")
-    node = next(
-        n for n in program(own, drawn(2, 6, 8), x=OPEN).graph.nodes if n.target == torch.ops.hecate.memory_scan.default
-    )
+    (node,) = scans(exported("gated_delta")[1])
     call = node.args[0]
     shapes = [n.meta["val"] for n in node.args[1]]
     sizes = {str(shapes[0].shape[0]): 3, str(shapes[0].shape[1]): 5}

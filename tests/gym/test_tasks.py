@@ -115,7 +115,7 @@ def test_every_tenth_value_is_wrong_and_the_right_ones_are_a_map():
 
 @pytest.mark.spec("GYM-MAP-D1")
 def test_a_bounded_step_survives_wrong_values():
-    best, squared = run(["delta, huber", "delta"], ["outliers"], seeds=1)
+    best, squared = run(["delta, huber", "delta"], [Outliers(rows=4, length=512)], seeds=1)
     assert best.spread.mean < 0.01 < squared.spread.mean < 0.2
 
 

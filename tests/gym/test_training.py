@@ -76,10 +76,10 @@ def test_words_are_asked_for_the_product_of_each_prefix():
 
 @pytest.mark.spec("GYM-TRAIN-D1")
 def test_a_reflection_follows_signs_at_twice_the_length_and_a_write_below_one_does_not():
-    task = StateTracking(rows=64, degree=2, times=2, steps=120, rates=(0.01,))
+    task = StateTracking(rows=32, width=16, degree=2, length=12, times=2, steps=60, rates=(0.01,))
     turns, shrinks = run([REFLECTS, "delta"], [task], seeds=2, reference="delta")
     assert turns.verdict == "better" and min(turns.scores) > 0.98 and turns.parts["24 tokens"] > 0.98
-    assert max(shrinks.scores) < 0.8 and turns.setting == {"rate": 0.01} and turns.state == shrinks.state == 32 * 8
+    assert max(shrinks.scores) < 0.8 and turns.setting == {"rate": 0.01} and turns.state == shrinks.state == 16 * 4
 
 
 @pytest.mark.parametrize(

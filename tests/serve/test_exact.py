@@ -86,12 +86,11 @@ def check(kind: str) -> list[Any]:
     wanted, early = cut(model, tokens[:1], [1] * 44), cut(model, tokens[:1], [1] * 25)
     cuts: list[list[int]] = [[44], [23, 1, 4, 16], [1, 16, 2, 3, 5, 11, 6]]
     found: list[Any] = [(sizes, names) for sizes in cuts if (names := differs(cut(model, tokens[:1], sizes), wanted))]
-    for count in (2, 5, 16):
-        for row in (0, count - 1):
-            batch = tokens[:count].clone()
-            batch[[0, row]] = batch[[row, 0]]
-            if names := differs(cut(model, batch, [17, 1, 5, 2]), early, row):
-                found.append((count, row, names))
+    for count, row in ((2, 1), (5, 0), (16, 15)):
+        batch = tokens[:count].clone()
+        batch[[0, row]] = batch[[row, 0]]
+        if names := differs(cut(model, batch, [17, 1, 5, 2]), early, row):
+            found.append((count, row, names))
     return found
 
 
@@ -100,7 +99,7 @@ def check(kind: str) -> list[Any]:
 )
 @pytest.mark.spec("TAPE-EXACT-D1")
 def test_bits_are_those_of_a_token_alone(kind):
-    if kind in FAST:
+    if kind in ("titans", "window"):
         with torch.no_grad():
             assert len(check(kind)) > 2  # without it
     with hecate.exact():

@@ -311,16 +311,18 @@ SERVER = """
 import os
 import sys
 import torch
+import uvicorn
 from hecate import states
 from hecate.serve import Memories, Scheduler, application
 from hecate.serve.server import serve
-from tests.serve.common import TEXTS, made
+from tests.serve.common import TEXTS, alone, made
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
+model = made()
+alone(model, [[1]], 2)  # loads kernels once for all
 for _ in sys.stdin:  # a server for each line, one after the other
     child = os.fork()
     if not child:
-        model = made()
         scheduler = Scheduler(model, memories=Memories(sys.argv[1], states.fingerprint(model)))
         serve(application(scheduler, TEXTS), port=int(sys.argv[2]))
         os._exit(0)

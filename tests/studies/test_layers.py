@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("float32")
 def test_parity_needs_steps_beyond_one(name, low, high):
     """A write with lr up to 1 never turns a sign (Grazzi et al., 2024)."""
     parity = layers.GROUPS["parity"]
-    trainer = trained(layers.contenders()[name][0], layers.at(parity, 24), 0, 1e-2, 120)
-    assert low <= judged(trainer, layers.at(parity, 48), 0.5) <= high
+    trainer = trained(layers.contenders()[name][0], layers.at(parity, 12), 0, 1e-2, 60)
+    assert low <= judged(trainer, layers.at(parity, 24), 0.5) <= high
 
 
 class Answers(torch.nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from hecate.errors import ConfigError
 from hecate.train.document import MAX_BYTES, dump_yaml, parse_value, parse_yaml, read_yaml
+from tests.clock import within
 
 
 @pytest.mark.spec("TRAIN-YAML-D1")
@@ -91,17 +94,27 @@ def test_alias_bombs_are_refused_quickly():
         parse_yaml("a: &a 1\nb: [" + ", ".join(["*a"] * 65) + "]", "f")
 
 
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(100 << 20)  # to be refused before it is read
+
+
+UNREADABLE = {
+    "large": (sparse, f"has {100 << 20} bytes, a config may have {MAX_BYTES}"),
+    "latin": (lambda path: path.write_bytes(b"name: \xe9"), "is not UTF-8 text"),
+    "gone": (lambda path: None, "cannot read config .*gone.yaml: No such file"),
+    "folder": (Path.mkdir, "cannot read config .*: Is a directory"),
+    "pipe": (os.mkfifo, "a pipe or a device"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "a pipe or a device"),
+    "without a size": (lambda path: path.symlink_to("/proc/self/pagemap"), f"a config may have {MAX_BYTES}"),
+    "loop": (lambda path: path.symlink_to(path), "symbolic links"),
+}
+
+
 @pytest.mark.spec("TRAIN-YAML-D2")
-def test_unreadable_files(tmp_path):
-    large = tmp_path / "large.yaml"
-    with large.open("wb") as file:
-        file.truncate(100 << 20)  # sparse: must be refused before it is read
-    with pytest.raises(ConfigError, match=f"has {100 << 20} bytes, a config may have {MAX_BYTES}"):
-        read_yaml(large)
-    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
-    with pytest.raises(ConfigError, match="is not UTF-8 text"):
-        read_yaml(tmp_path / "latin.yaml")
-    with pytest.raises(ConfigError, match="cannot read config .*gone.yaml: No such file"):
-        read_yaml(tmp_path / "gone.yaml")
-    with pytest.raises(ConfigError, match="cannot read config .*: Is a directory"):
-        read_yaml(tmp_path)
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_only_regular_files_are_read_and_never_more_than_the_limit(tmp_path, name):
+    make, message = UNREADABLE[name]
+    make(path := tmp_path / f"{name}.yaml")
+    with within(1), pytest.raises(ConfigError, match=message):
+        read_yaml(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 
 import pytest
 import torch
@@ -21,11 +22,23 @@ MOMENT = "optimizer/embedding.weight/exp_avg"
 NAN = float("nan")
 
 
-@pytest.fixture
-def trained():
+@cache
+def fresh():
+    """A trainer that nothing may change, and its parameters."""
+    trainer = Trainer(tiny())
+    return trainer, {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+@cache
+def after_a_step():
     trainer = Trainer(tiny())
     trainer.train_step()
     return trainer.checkpoint({"validation_loss": 1.0})
+
+
+@pytest.fixture
+def trained():
+    return after_a_step()
 
 
 @pytest.fixture
@@ -153,8 +166,7 @@ TENSORS = [
 
 def refused(path, message):
     """Reading it, or restoring from it, is one error that names it; nothing has changed."""
-    trainer = Trainer(tiny())
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer, before = fresh()
     with pytest.raises(CheckpointError, match=message) as caught:
         trainer.restore(load_checkpoint(path), str(path))
     assert str(path) in str(caught.value)

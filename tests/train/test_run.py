@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,10 +28,16 @@ from hecate.train.report import column, html_page, markdown_table
 from .common import Interrupted, TiedGRU, quiet_run, tiny
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A run whose report has figures: it is made before those of a test are turned off."""
+    pytest.importorskip("matplotlib.figure")
+    return quiet_run(tiny(), tmp_path_factory.mktemp("drawn") / "run")
+
+
 @pytest.mark.spec("TRAIN-RUN-D1")
-def test_what_a_run_leaves(tmp_path, figures):
-    result = quiet_run(tiny(), tmp_path / "run")
-    folder = result.folder
+def test_what_a_run_leaves(drawn):
+    result, folder = drawn, drawn.folder
     assert (result.status, result.step, result.signal) == ("finished", 20, None)
     assert sorted(p.name for p in folder.iterdir()) == [
         "checkpoints", "config.yaml", "env.json", "figures", "metrics.jsonl",
@@ -57,8 +64,8 @@ def test_what_a_run_leaves(tmp_path, figures):
 
 
 @pytest.mark.spec("TRAIN-RUN-D1")
-def test_the_page_of_a_report_needs_no_other_file(tmp_path, figures):
-    folder = quiet_run(tiny(budget={"steps": 2}), tmp_path / "run").folder
+def test_the_page_of_a_report_needs_no_other_file(tmp_path, drawn):
+    folder = Path(shutil.copytree(drawn.folder, tmp_path / "run"))
     page = (folder / "report.html").read_text()
     assert re.findall(r'(?:src|href)="([^"]{0,26})', page) == ["data:image/svg+xml;base64,"] * 2
     for picture in (folder / "figures").glob("*.svg"):
@@ -187,8 +194,8 @@ def test_resuming_says_what_it_skipped(tmp_path):
 
 
 @pytest.mark.spec("TRAIN-RUN-D2")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_stops(tmp_path, number):
+def test_a_signal_saves_and_stops(tmp_path):
+    number = signal.SIGINT  # tests of a signal elsewhere are of SIGTERM
     before = signal.getsignal(number)
     result = quiet_run(tiny(), tmp_path / "run", model=Interrupted(4, lambda: os.kill(os.getpid(), number)))
     assert signal.getsignal(number) is before
