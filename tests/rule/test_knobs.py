@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -149,18 +150,27 @@ def smooth(knob: dict[str, dict]) -> bool:
     return "relu" not in str(knob)
 
 
+WAYS = {"token": {"retention": "decay", "algorithm": "momentum"}, "chunk": {"chunk": 3, "commit": "chunk"}}
+
+
+def in_turn(knobs: list[dict[str, dict]]) -> list[tuple[dict[str, dict], str]]:
+    """Token by token and in chunks: a kind alone both ways, settings of one by turns."""
+    found, ways = [], itertools.cycle(WAYS)
+    for _, own in itertools.groupby(knobs, lambda knob: [(family, fields["kind"]) for family, fields in knob.items()]):
+        same = list(own)
+        found += [(knob, next(ways)) for knob in same] if len(same) > 1 else [(same[0], way) for way in WAYS]
+    return found
+
+
 @pytest.mark.spec("BIAS-ANY-V1", "RET-ANY-V1", "ALG-ANY-V1", "STR-ANY-V1")
 @pytest.mark.spec("BIAS-DOT-V1", "BIAS-L2-V1", "BIAS-LP-V1", "BIAS-HUBER-V1", "RET-NONE-V1")
 @pytest.mark.spec("BIAS-L1-V1", "BIAS-YAAD-V1", "BIAS-ROBUST-V1", "BIAS-KL-V1")
 @pytest.mark.spec("RET-DECAY-V1", "ALG-GD-V1", "ALG-MOM-V1", "STR-MATRIX-V1", "STR-MLP-V1")
 @pytest.mark.spec("RULE-ANY-I1")
-@pytest.mark.parametrize("knob", every_variant(), ids=name_of)
-@pytest.mark.parametrize(
-    "fields", [{"retention": "decay", "algorithm": "momentum"}, {"chunk": 3, "commit": "chunk"}], ids=["token", "chunk"]
-)
-def test_every_variant_in_a_scan(knob, fields):
+@pytest.mark.parametrize(("knob", "way"), in_turn(every_variant()), ids=lambda x: x if type(x) is str else name_of(x))
+def test_every_variant_in_a_scan(knob, way):
     """Its derivatives and traits by themselves, then a scan."""
-    check_rule(MemoryConfig(**{**fields, **knob}), smooth=smooth(knob))
+    check_rule(MemoryConfig(**{**WAYS[way], **knob}), smooth=smooth(knob))
 
 
 def test_users_variants_together():
