@@ -36,6 +36,7 @@ def worst_error(structure: str, bias: Any, retention: Any, loss: Any, kept: Any,
             rates, retain if uses else None, momentum
         ))),
         initial={name: torch.tensor(w)[None] for name, w in weights.items()},
+        engine="sequential",  # as all others are held against it
     )  # fmt: skip
     gates = (rates, retain if uses else np.ones(TOKENS), momentum)
     expected, final = reference.scan(loss, kept, q, k, v, *gates, list(weights.values()))

@@ -11,6 +11,7 @@ import torch
 from hecate import ConfigError, MemoryConfig, bias, memory_scan
 from tests.knob_scans import worst_error
 from tests.reference import knobs as reference
+from tests.reference import memory
 
 KNOBS = [
     bias.L1(),
@@ -23,11 +24,21 @@ KNOBS = [
     bias.KL(temperature=0.3),
     bias.KL(target="distribution"),
 ]
+PLAIN = [
+    *(bias.Dot(), bias.L2(), bias.Lp(p=1.5, eps=0.1), bias.Lp(p=1.01), bias.Lp(p=2.0), bias.Lp(p=3.0)),
+    *(bias.Huber(delta=0.7), bias.Huber(delta=0.7, norm=True)),
+]
 every_knob = pytest.mark.parametrize("knob", KNOBS, ids=repr)
+every_bias = pytest.mark.parametrize("knob", [*KNOBS, *PLAIN], ids=repr)
 
 
 def loss_of(knob: bias.Bias):
-    return partial(reference.LOSSES[knob.kind], **knob.model_dump(exclude={"kind"}))
+    """Loss and gradient of one row, in numpy."""
+    fields = knob.model_dump(exclude={"kind"})
+    if knob in PLAIN:
+        rule = memory.Rule(bias=knob.kind, **fields)
+        return lambda pred, target: (memory.loss(rule, pred, target), memory.loss_gradient(rule, pred, target))
+    return partial(reference.LOSSES[knob.kind], **fields)
 
 
 def draws(generator: torch.Generator, *, distributions: bool = False):
@@ -36,7 +47,8 @@ def draws(generator: torch.Generator, *, distributions: bool = False):
 
 
 @pytest.mark.spec("BIAS-L1-D1", "BIAS-YAAD-D1", "BIAS-ROBUST-D1", "BIAS-KL-D1")
-@every_knob
+@pytest.mark.spec("BIAS-DOT-D1", "BIAS-L2-D1", "BIAS-LP-D1", "BIAS-HUBER-D1")
+@every_bias
 def test_losses_and_gradients_against_numpy(knob, generator):
     pred, target = draws(generator, distributions="distribution" in repr(knob))
     pairs = [loss_of(knob)(p, t) for p, t in zip(pred.numpy(), target.numpy(), strict=True)]
@@ -56,15 +68,17 @@ def test_fifty_tokens_against_numpy(knob, structure):
 
 @pytest.mark.spec("BIAS-ANY-I1", "BIAS-L1-I1")
 @pytest.mark.parametrize("autodiff", ["tape", "torch"])
-@every_knob
+@every_bias
 def test_gradients_stay_finite_at_zero_error(knob, autodiff):
+    """An empty memory asked for the value 0, and one that already holds what it is told."""
     config = MemoryConfig(bias=knob, state_dtype="float64")
     k = torch.eye(2).reshape(1, 2, 1, 2).repeat(1, 2, 1, 1).requires_grad_()
     v = torch.zeros(1, 4, 1, 3, requires_grad=True)
-    y, state = memory_scan(config, torch.ones(1, 4, 1, 2), k, v, autodiff=autodiff)
+    q = torch.ones(1, 4, 1, 2, requires_grad=True)
+    y, state = memory_scan(config, q, k, v, autodiff=autodiff)
     total = (y + 1).square().sum() + state.memory["weight"].sum()
-    grads = torch.autograd.grad(total, [k, v], create_graph=True)
-    again = torch.autograd.grad(sum(g.square().sum() for g in grads), [k, v], allow_unused=True)
+    grads = torch.autograd.grad(total, [q, k, v], create_graph=True)
+    again = torch.autograd.grad(sum(g.square().sum() for g in grads), [q, k, v], allow_unused=True)
     assert all(bool(torch.isfinite(g).all()) for g in (*grads, *again) if g is not None)
 
 

@@ -65,12 +65,15 @@ def test_engines_and_pieces_agree_with_the_token_loop(name: str, masks: bool) ->
     config = config_of(**fields)
     case = case_of(config, masks=masks, **{"length": 40, "d": 3, "width": 3, "ends": 0.1, **told})
     expected = whole(case, engine="sequential", autodiff="torch")
-    whole(case, engine="sequential", autodiff="tape").equals(expected)
     engines = exact_engines(config, length=40, masked=masks)
     if "more" in told:  # gates that layers' kernels do not know
         engines = [engine for engine in engines if engine != "compiled_layers"]
     assert engines
-    for engine in ("sequential", *engines):
-        in_pieces(case, [3, 4, 20], engine=engine).equals(expected)
-    for engine, autodiff in product(engines, ("torch", "tape")):
-        whole(case, engine=engine, autodiff=autodiff).equals(expected)
+    for engine in engines:
+        whole(case, engine=engine).equals(expected)
+    if masks:  # where more can go wrong, in every way
+        whole(case, engine="sequential", autodiff="tape").equals(expected)
+        for engine in ("sequential", *engines):
+            in_pieces(case, [3, 4, 20], engine=engine).equals(expected)
+        for engine, autodiff in product(engines, ("torch", "tape")):
+            whole(case, engine=engine, autodiff=autodiff).equals(expected)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import subprocess
 import sys
-from typing import Literal
 
 import pytest
 import torch
@@ -16,15 +14,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan
-from hecate.bias import L2, Bias, ErrorBias
-from hecate.engine import Engine, Plan, choose, explain
+from hecate.engine import Engine, Plan, explain
 from hecate.engine.cpu import engine as module
 from hecate.errors import ConfigError, install_line
 from hecate.nn import Memory
-from hecate.retention import ElasticNet, Retention
 from hecate.tape import Tape
 from tests.engine.test_properties import LINEAR, Result, cases, in_pieces, whole
-from tests.memories import BIASES, Case, case_of, close, config_of, flat_state, weighted
+from tests.memories import BIASES, Case, case_of, close, config_of, weighted
 
 numba = pytest.importorskip("numba")
 
@@ -92,15 +88,16 @@ def test_whole_and_pieces_against_sequential(bias, data):
 
 
 @pytest.mark.spec("ENG-NUM-I1")
-@pytest.mark.parametrize(("d", "width"), [(1, 1), (7, 5), (8, 4), (9, 9), (16, 8), (33, 17), (64, 3), (75, 5)])
-def test_widths_around_whole_vectors(d, width):
+@pytest.mark.parametrize(
+    ("d", "width", "names"),
+    [(1, 1, "huber"), (7, 5, "dot"), (8, 4, "l2"), (9, 9, "huber"), (16, 8, "dot"), (33, 17, "l2"),
+     (64, 3, "huber l2 dot"), (75, 5, "huber l2 dot")],
+)  # fmt: skip
+def test_widths_around_whole_vectors(d, width, names):
     """Up to 64 numbers a row stays in registers; beyond, it does in tiles for dot alone."""
-    for fields in (
-        {**TITANS, "bias": "huber"},
-        {"decay_order": "before_gradient", **TITANS},
-        {"read": "before", **TITANS, "bias": "dot"},
-    ):
-        case = case_of(config_of(**fields), d=d, width=width, length=19, masks=True, ends=0.2)
+    more = {"huber": {}, "l2": {"decay_order": "before_gradient"}, "dot": {"read": "before"}}
+    for bias in names.split():
+        case = case_of(config_of(**TITANS, bias=bias, **more[bias]), d=d, width=width, length=19, masks=True, ends=0.2)
         whole(case, engine="compiled").equals(whole(case, engine="sequential"))
 
 
@@ -182,8 +179,9 @@ def test_one_scan_for_memory_and_normaliser(engine, bias, monkeypatch):
 
 
 @pytest.mark.spec("ENG-NUM-I2")
-@pytest.mark.parametrize("bias", FORMS, ids=str)
-@pytest.mark.parametrize("algorithm", ["gd", "momentum"])
+@pytest.mark.parametrize(
+    ("bias", "algorithm"), [*zip(FORMS, ["gd", "momentum", "gd", "momentum", "momentum"], strict=True)], ids=str
+)
 def test_single_precision(bias, algorithm):
     """Against the token loop in float64, the error may be twice the token loop's own."""
     config = MemoryConfig(bias=bias, retention="decay", algorithm=algorithm, key_norm="l2")
@@ -205,20 +203,6 @@ def test_single_precision(bias, algorithm):
         assert error <= 2 * own + 67 * torch.finfo(torch.float32).eps * min(size, float(expected.detach().norm()) + 1)
 
 
-@pytest.mark.spec("ENG-NUM-I3")
-@pytest.mark.parametrize("algorithm", ["gd", "momentum"])
-def test_threads_change_no_bit(algorithm, monkeypatch):
-    monkeypatch.setattr("hecate.engine.cpu.arrays.SHARE", 1)
-    case = case_of(config_of(**{**TITANS, "algorithm": algorithm}), batch=3, length=40, masks=True)
-    results = []
-    for threads in (1, 2, 4):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        results.append(whole(case, engine="compiled"))
-    for other in results[1:]:
-        for mine, first in zip([other.y, *other.grads], [results[0].y, *results[0].grads], strict=True):
-            assert torch.equal(mine, first)
-
-
 @pytest.mark.spec("ENG-NUM-V2")
 @pytest.mark.parametrize(("bias", "retention"), [("l2", "decay"), (BIASES[2], "decay"), ("l2", SHRUNK)], ids=str)
 @pytest.mark.parametrize("autodiff", ["torch", "tape"])
@@ -230,7 +214,7 @@ def test_second_derivatives(bias, retention, autodiff):
         return weighted(*case.with_leaves(list(leaves)).scan(engine="compiled", autodiff=autodiff))
 
     assert torch.autograd.gradcheck(scan, case.leaves)
-    assert torch.autograd.gradgradcheck(scan, case.leaves)
+    assert torch.autograd.gradgradcheck(scan, case.leaves, fast_mode=True)
 
 
 @pytest.mark.spec("ENG-NUM-V2")
@@ -250,114 +234,12 @@ def test_batched_cotangents_and_forward_mode():
         assert float(torch.autograd.forward_ad.unpack_dual(y).tangent.norm()) > 1e-3
 
 
-@pytest.mark.spec("ENG-NUM-V1", "ENG-TAPE-I1")
-def test_a_tape_of_it():
-    case = case_of(config_of(**TITANS, bias="huber"), masks=True, length=35).fresh()
-    y, _ = case.scan(engine="sequential")
-    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
-    wanted = [case.q, case.k, case.v, *case.gates[:3]]
-    expected = torch.autograd.grad(y, wanted, g)
-    plain = case.with_leaves([leaf.detach() for leaf in case.leaves])
-    tape = Tape()
-    again, _ = plain.scan(engine="compiled", tape=tape)
-    assert "engine.compiled" in str(tape) and "torch.func" not in str(tape)
-    inputs = [plain.q, plain.k, plain.v, *plain.gates[:3]]
-    for mine, true in zip(tape.backward([again], [g], inputs), expected, strict=True):
-        close(mine, true, 1e-11)
-
-
-@pytest.mark.spec("ENG-SCAN-I3")
-@pytest.mark.parametrize("d", [3, 8])
-def test_inputs_are_never_changed(d):
-    case = case_of(config_of(**TITANS), masks=True, length=35, d=d, width=4).fresh()
-    _, state = case.scan(engine="compiled")
-    given = [*case.leaves, case.write, case.reset, *flat_state(state.detach()).values()]
-    before = [(copy.deepcopy(item.detach()), item._version) for item in given]
-    y, after = case.scan(state.detach(), engine="compiled")
-    g = torch.ones_like(y)
-    torch.autograd.grad([y, after.memory["weight"]], case.leaves, [g, after.memory["weight"].detach()])
-    assert torch.equal(g, torch.ones_like(y))
-    for item, (saved, version) in zip(given, before, strict=True):
-        assert torch.equal(item, saved) and item._version == version
-
-
-@pytest.mark.spec("ENG-NUM-I4")
-@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
-def test_non_finite_values_survive_and_are_placed(junk):
-    case = case_of(config_of(retention="decay"), batch=3, length=40)
-    v = case.v.clone()
-    v[1, 20, 0] = junk
-    bad = case._replace(v=v)
-    with pytest.raises(NonFiniteError, match="batch row 1, head 0, token 20"):
-        bad.scan(engine="compiled")
-    loose = MemoryConfig(**{**case.config.model_dump(), "on_nonfinite": "propagate"})
-    y, state = bad._replace(config=loose).scan(engine="compiled")
-    finite = torch.ones(3, 40, 2, dtype=torch.bool)
-    finite[1, 20:, 0] = False
-    assert torch.equal(torch.isfinite(y).all(-1), finite)
-    assert not torch.isfinite(state.memory["weight"][1, 0]).all()
-
-
 # Where it does not apply.
 
 
 def scan(config: MemoryConfig, length: int = 40, **options: object) -> Tensor:
     case = case_of(config, batch=1, heads=1, length=length)
     return case.scan(**options)[0]
-
-
-class Own(ErrorBias):
-    """own: ell = 1/2 e^2, without a kernel."""
-
-    kind: Literal["compiled_test_own"] = "compiled_test_own"
-
-    def psi(self, error):
-        return error
-
-    def psi_jvp(self, error, tangent):
-        return tangent
-
-
-class Doubled(L2):
-    """doubled: another derivative below a class that declares a kernel."""
-
-    kind: Literal["compiled_test_doubled"] = "compiled_test_doubled"
-
-    def psi(self, error):
-        return 2 * error
-
-    def psi_jvp(self, error, tangent):
-        return 2 * tangent
-
-
-class Harder(ElasticNet):
-    """harder: another step, without a derivative of its own."""
-
-    kind: Literal["compiled_test_harder"] = "compiled_test_harder"
-
-    def step(self, memory, direction, retain):
-        return super().step(memory, 2 * direction, retain)
-
-
-# They are passed as values: tests of all known kinds need not know them.
-for family in (Bias, Retention):
-    for kind in [kind for kind in family._registry if kind.startswith("compiled_test_")]:
-        del family._registry[kind]
-
-
-@pytest.mark.spec("ENG-NUM-D2", "ENG-FORMULA-D1")
-def test_a_bias_of_ones_own():
-    for bias in (Own(), Doubled()):  # printed from their own formulas
-        case = case_of(config_of(bias=bias, **TITANS), length=40)
-        assert explain(Plan.sketch(case.config, length=40))[0] == "compiled"
-        whole(case, engine="compiled").equals(whole(case, engine="sequential"))
-
-
-@pytest.mark.spec("ENG-NUM-D6")
-def test_a_retention_of_ones_own():
-    case = case_of(config_of(retention=Harder(threshold=0.05)), length=40)
-    assert explain(Plan.sketch(case.config, length=40))[0] == "compiled"
-    whole(case, engine="compiled").equals(whole(case, engine="sequential"))
 
 
 @pytest.mark.spec("ENG-NUM-D3")
@@ -419,19 +301,6 @@ def test_transforms_take_another_engine():
     assert flops.get_total_flops() > 0
 
 
-@pytest.mark.spec("ENG-NUM-D4")
-def test_auto():
-    delta, huber = MemoryConfig(), MemoryConfig(bias="huber")
-    assert explain(Plan.sketch(delta, length=2048, shape=(64, 64)))[0] == "compiled"
-    assert explain(Plan.sketch(delta, length=2048, shape=(256, 256)))[0] == "parallel"
-    for other in (huber, MemoryConfig(bias="dot"), MemoryConfig(retention="elastic_net")):
-        assert explain(Plan.sketch(other, length=2048, shape=(256, 256)))[0] == "compiled"
-    assert explain(Plan.sketch(delta, length=15))[0] == "parallel"
-    assert explain(Plan.sketch(delta, length=1))[0] == "sequential"
-    with pytest.raises(ConfigError, match=r"unknown engine 'fast'\. Known: .*compiled"):
-        choose(Plan.sketch(delta), "fast")
-
-
 @pytest.mark.spec("ENG-NUM-D3")
 def test_without_numba(monkeypatch):
     monkeypatch.setattr(module, "load_kernels", lambda *_: None)
@@ -443,12 +312,14 @@ def test_without_numba(monkeypatch):
 
 
 @pytest.mark.spec("ENG-NUM-D3")
-def test_numba_is_loaded_only_when_a_kernel_runs():
+def test_compilers_are_loaded_only_when_they_are_needed():
     code = (
-        "import sys, torch, hecate, hecate.nn, hecate.models; assert 'numba' not in sys.modules\n"
+        "import sys, torch; from hecate.bias import Huber; from hecate.formula import bias_formula\n"
+        "bias_formula(Huber()); assert 'torch._dynamo' not in sys.modules\n"
+        "import hecate.engine, hecate.nn, hecate.models\n"
         "config, x = hecate.MemoryConfig(key_norm='l2'), torch.randn(1, 64, 1, 2)\n"
         "hecate.memory_scan(config, *[x[:, :4]] * 3)\n"
-        "assert 'numba' not in sys.modules\n"
+        "assert not {'numba', 'hecate.engine.triton.launch'} & {*sys.modules}\n"
         "sys.modules['numba'] = None\n"  # as if it were not installed
         "hecate.memory_scan(config, x, x, x)\n"
         "try: hecate.memory_scan(config, x, x, x, engine='compiled')\n"

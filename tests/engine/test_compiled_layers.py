@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import pytest
 import torch
 
-from hecate import MemoryConfig, named_rule
-from hecate.engine import Engine, Plan, choose, explain
+from hecate import MemoryConfig
+from hecate.engine import Engine, Plan, choose
 from hecate.errors import ConfigError
 from hecate.retention import KL, Retention
 from tests.engine.test_properties import in_pieces, whole
@@ -88,21 +87,6 @@ def test_widths_around_whole_vectors(d, width):
         whole(case, engine="compiled_layers").equals(whole(case, engine="sequential"))
 
 
-@pytest.mark.spec("ENG-LAYERS-I2")
-def test_the_number_of_threads_changes_no_bit(monkeypatch):
-    monkeypatch.setattr("hecate.engine.cpu.arrays.SHARE", 1)
-    case = case_of(config_of(**RULES["yaad"]), d=3, width=3, length=12, masks=True)
-    alone = whole(case, engine="compiled_layers")
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        shared = whole(case, engine="compiled_layers")
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(alone.y, shared.y)
-    assert all(torch.equal(a, b) for a, b in zip(alone.grads, shared.grads, strict=True))
-
-
 @pytest.mark.spec("ENG-LAYERS-V2")
 def test_second_derivatives_go_through_the_token_loop():
     def twice(engine: str) -> torch.Tensor:
@@ -112,21 +96,6 @@ def test_second_derivatives_go_through_the_token_loop():
         return torch.autograd.grad(g.square().sum(), case.v)[0]
 
     close(twice("compiled_layers"), twice("sequential"), 1e-9, "second derivative")
-
-
-@pytest.mark.spec("ENG-LAYERS-I3")
-@pytest.mark.parametrize("name", ["titans", "memora", "moneta"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_stays_in_its_memory(name, value):
-    config = config_of(**RULES[name]).model_copy(update={"on_nonfinite": "propagate"})
-    case = case_of(config, d=3, width=3, length=40)
-    clean, _ = case.scan(engine="compiled_layers")
-    case.v[0, 20, 1, 0] = value
-    y, state = case.scan(engine="compiled_layers")
-    assert not y[0, 20:, 1].isfinite().any()
-    y[0, 20:, 1] = clean[0, 20:, 1]
-    assert torch.equal(y, clean)
-    assert not state.memory["w1"][0, 1].isfinite().all()
 
 
 @pytest.mark.spec("ENG-LAYERS-D4")
@@ -158,16 +127,6 @@ def test_a_call_may_be_unfit():
     assert "on cuda" in (ENGINE.unfit(Plan.sketch(config, device="cuda")) or "")
     assert "float16" in (ENGINE.unfit(Plan.sketch(config, dtype=torch.float16)) or "")
     assert "torch.compile" in (ENGINE.unable(Plan.sketch(config, traced=True)) or "")
-
-
-@pytest.mark.spec("ENG-LAYERS-D4")
-@pytest.mark.parametrize("rule", ["titans", "yaad", "moneta", "memora"])
-def test_auto_takes_it_for_named_rules(rule):
-    config = named_rule(rule)
-    assert explain(Plan.sketch(config, length=16))[0] == "compiled_layers"
-    assert explain(Plan.sketch(config, length=15))[0] == "sequential"
-    assert explain(Plan.sketch(config.model_copy(update={"chunk": 8}), length=64, steps=8))[0] == "chunk"
-    assert explain(Plan.sketch(MemoryConfig(), length=64))[0] == "compiled"
 
 
 @pytest.mark.slow

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hecate import Gates, MemoryConfig, NonFiniteError
+from hecate import MemoryConfig, NonFiniteError
 from hecate.bias import Bias, Yaad
-from hecate.engine import Call, Engine, Plan, choose, explain
+from hecate.engine import Engine, Plan, choose, explain
 from hecate.errors import ConfigError
-from hecate.retention import Retention, Sphere
 from tests.engine.test_properties import in_pieces, whole
 from tests.memories import Case, case_of, config_of, weighted
 
@@ -130,7 +129,7 @@ def covering(factors: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any
     return rows
 
 
-def check(row: dict[str, Any], **options: Any) -> None:
+def check(row: dict[str, Any], pieces: tuple[int, ...] = (), **options: Any) -> None:
     config = config_from(row)
     assert config is not None, "the row has no kernel"
     case = case_from(row, config, **options)
@@ -138,6 +137,9 @@ def check(row: dict[str, Any], **options: Any) -> None:
     # Where a memory runs away, so does rounding.
     if all(float(item.detach().abs().max()) < 1e4 for item in (expected.y, *expected.grads)):
         whole(case, engine="compiled").equals(expected, 1e-9)
+        if pieces:
+            whole(case, engine="compiled", autodiff="tape").equals(expected, 1e-9)
+            in_pieces(case, [*pieces], engine="compiled").equals(expected, 1e-9)
 
 
 BASE = {"structure": "matrix", "decay_order": "with_step", "read": "after", "gates": (), "masks": True, "d": 5}
@@ -159,10 +161,11 @@ FEW = [
 ]
 
 
-@pytest.mark.spec("ENG-NUM-D8", "ENG-NUM-I1")
+@pytest.mark.spec("ENG-NUM-D8", "ENG-NUM-I1", "ENG-SCAN-I1")
 @pytest.mark.parametrize("row", FEW, ids=lambda row: "-".join(map(str, row.values())))
 def test_a_few_against_the_token_loop(row):
-    check({**BASE, **row})
+    """State is handed on between calls, and kept between segments, of which there are two."""
+    check({**BASE, **row}, pieces=(1, 20, 20))
 
 
 @pytest.mark.slow
@@ -184,31 +187,6 @@ def test_every_pair_against_the_token_loop():
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.spec("ENG-NUM-D8", "ENG-SCAN-I1")
-@pytest.mark.parametrize("row", [FEW[0], FEW[2], FEW[3], FEW[5]], ids=lambda row: str(row["retention"]))
-def test_pieces_and_segments(row):
-    """State is handed on between calls, and kept between segments, of which there are several."""
-    row = {**BASE, **row}
-    config = config_from(row)
-    case = case_from(row, config, length=53)
-    expected = whole(case, engine="sequential")
-    whole(case, engine="compiled", autodiff="tape").equals(expected, 1e-9)
-    in_pieces(case, [1, 20, 20], engine="compiled").equals(expected, 1e-9)
-
-
-@pytest.mark.spec("ENG-NUM-I3")
-def test_threads_change_no_bit(monkeypatch):
-    monkeypatch.setattr("hecate.engine.cpu.arrays.SHARE", 1)
-    row = {**BASE, **FEW[2]}
-    case = case_from(row, config_from(row))
-    results = []
-    for threads in (1, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        results.append(whole(case, engine="compiled"))
-    for mine, first in zip([results[1].y, *results[1].grads], [results[0].y, *results[0].grads], strict=True):
-        assert torch.equal(mine, first)
-
-
 @pytest.mark.spec("ENG-NUM-V2")
 def test_second_derivatives():
     config = config_of(retention="decay", algorithm="delta_momentum")
@@ -219,7 +197,7 @@ def test_second_derivatives():
         return weighted(*case.with_leaves(list(leaves)).scan(engine="compiled"))
 
     assert torch.autograd.gradcheck(scan, case.leaves)
-    assert torch.autograd.gradgradcheck(scan, case.leaves)
+    assert torch.autograd.gradgradcheck(scan, case.leaves, fast_mode=True)
 
 
 @pytest.mark.slow
@@ -244,45 +222,11 @@ def test_single_precision(row):
         assert error <= 4 * own + 37 * torch.finfo(torch.float32).eps * min(size, float(expected.detach().norm()) + 1)
 
 
-@pytest.mark.spec("ENG-NUM-I4")
-@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
-def test_non_finite_values_stay_in_their_memory(junk):
-    config = config_of(retention="decay", algorithm="delta_momentum", on_nonfinite="propagate", key_norm="l2")
-    case = case_of(config, batch=3, length=40)
-    v = case.v.clone()
-    v[1, 20, 0] = junk
-    leaves = case._replace(v=v).fresh()
-    y, state = leaves.scan(engine="compiled")
-    finite = torch.isfinite(y).all(-1).all(-1)
-    assert not finite[1, 20:].any() and finite[[0, 2]].all() and finite[1, :20].all()
-    assert not torch.isfinite(state.memory["weight"][1, 0]).all()
-    (gk,) = torch.autograd.grad(y.sum(), leaves.k)
-    assert torch.isfinite(gk[[0, 2]]).all() and not torch.isfinite(gk[1]).all()
-
-
 # What has no form.
 
 
-class Other(Sphere):
-    """other: another step below a class with a derivative of its own."""
-
-    kind: Literal["family_test_other"] = "family_test_other"
-
-    def step(self, memory, direction, retain):
-        return super().step(memory, 2 * direction, retain)
-
-
-class Softer(Yaad):
-    """softer: another derivative below a class that names a form."""
-
-    kind: Literal["family_test_softer"] = "family_test_softer"
-
-    def psi(self, error):
-        return 0.5 * super().psi(error)
-
-
-class Softest(Softer):
-    """softest: one that cannot be printed."""
+class Softest(Yaad):
+    """softest: a derivative that cannot be printed."""
 
     kind: Literal["family_test_softest"] = "family_test_softest"
 
@@ -290,10 +234,7 @@ class Softest(Softer):
         return error.sort(-1).values
 
 
-# They are passed as values: tests of all known kinds need not know them.
-for family in (Bias, Retention):
-    for kind in [kind for kind in family._registry if kind.startswith("family_test_")]:
-        del family._registry[kind]
+del Bias._registry["family_test_softest"]  # passed as a value: tests of all known kinds need not know it
 
 
 @pytest.mark.spec("ENG-NUM-D8", "ENG-NUM-D3")
@@ -316,22 +257,6 @@ def test_what_has_no_kernel_is_refused_in_a_sentence(fields, reason):
     assert explain(Plan.sketch(config, length=100))[0] != "compiled"
 
 
-@pytest.mark.spec("ENG-NUM-D8", "ENG-FORMULA-D1")
-def test_a_derivative_that_is_defined_anew_is_the_one_that_runs():
-    check({**BASE, "bias": Softer(), "retention": "decay", "algorithm": "gd"})
-    check({**BASE, "bias": "l2", "retention": Other(), "algorithm": "gd"})
-
-
-@pytest.mark.spec("ENG-NUM-D4", "ENG-NUM-D8")
-def test_auto():
-    for name in ("delta_momentum", "lattice", "mesa"):
-        assert explain(Plan.sketch(MemoryConfig.model_validate(name), length=512))[0] == "compiled"
-    row = {**BASE, "bias": "huber", "retention": "decay", "algorithm": "gd", "gates": ("erase", "write")}
-    case = case_from(row, config_from(row), length=32)
-    call = Call.of(case.config, case.q, case.k, case.v, case.gates, initial=case.initial)
-    assert explain(call)[0] == "compiled"
-
-
 @pytest.mark.spec("ENG-NUM-D9")
 def test_a_kernel_that_is_compiled_says_so_once(caplog, monkeypatch, tmp_path):
     module = pytest.importorskip("hecate.engine.cpu.family")
@@ -352,13 +277,3 @@ def test_a_kernel_that_is_compiled_says_so_once(caplog, monkeypatch, tmp_path):
     assert "compiling kernels" in line and "kept on disk" in line and "hecate doctor --warm" in line
     assert first.startswith("compiling no_gain_float") and second.startswith("compiling no_gain_back_float")
     assert list(tmp_path.rglob("*.nbi"))
-
-
-def test_a_fault_is_seen():
-    """The comparison itself: another rule is told apart."""
-    row = {**BASE, **FEW[0]}
-    case = case_from(row, config_from(row))
-    other = case._replace(config=config_of(retention="decay", algorithm="momentum", key_norm="l2"))
-    with pytest.raises(AssertionError):
-        whole(other, engine="compiled").equals(whole(case, engine="sequential"))
-    assert isinstance(case.gates, Gates)

@@ -11,7 +11,7 @@ import torch
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.engine import memory_features
 from hecate.errors import ShapeError
-from tests.memories import close
+from tests.memories import close, reference_of
 from tests.reference import memory as reference
 
 B, T, H, D, V = 2, 8, 2, 3, 2
@@ -80,24 +80,6 @@ class Case:
         return y, (features, after)
 
 
-def rule_of(config):
-    c = config
-    fields = {"activation": "silu"} if c.structure.kind == "mlp" else {}
-    return reference.Rule(
-        bias=c.bias.kind,
-        decay=c.retention.kind == "decay",
-        towards="start" if c.retention.anchored else "zero",
-        momentum=c.algorithm.kind == "momentum",
-        chunk=c.chunk,
-        commit=c.commit,
-        read=c.read,
-        normalizer=c.normalizer,
-        key_norm=c.key_norm,
-        phi=reference.elu if c.feature_map.kind == "elu" else lambda x: x,
-        **fields,
-    )
-
-
 def expected_rows(case, b, h):
     """Both memories in numpy: the inner one read at q and at k, the outer one on the sums."""
     own = {n: (t[h] if "initial" in n else t[b, :, h]).numpy() for n, t in case.leaves.items()}
@@ -107,7 +89,7 @@ def expected_rows(case, b, h):
         gates = (own[f"{side}.{gate}"] for gate in ("lr", "retain", "momentum"))
         names = config.structure.shapes(q.shape[-1], v.shape[-1])
         weights = [own[f"{side}.initial.{name}"] for name in names]
-        return reference.scan(rule_of(config), q, k, v, *gates, weights, *masks)[0]
+        return reference.scan(reference_of(config), q, k, v, *gates, weights, *masks)[0]
 
     q, k = own["q"], own["k"]
     phi_q, phi_k = (x + scan("in", case.inner, x, k, own["target"]) for x in (q, k))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig
-from hecate.bias import L2, Dot
 from hecate.engine import parallel
 from hecate.tape import bridge as by_hand
 from tests.engine.test_properties import Result, in_pieces, whole
@@ -38,63 +35,22 @@ def small_groups(monkeypatch):
     monkeypatch.setattr(parallel, "GROUP", 1)
 
 
-class Cubed(Dot):
-    """With a formula of its own, so that nothing known of Dot holds."""
-
-    kind: Literal["cubed_dot"] = "cubed_dot"
-
-    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        return -(pred * target**3).sum(-1)
-
-    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
-        return -(target**3)
-
-    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(g), -3 * target**2 * g
-
-
-class Tripled(L2):
-    """L2 three times over."""
-
-    kind: Literal["tripled_l2"] = "tripled_l2"
-
-    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        return 3 * super().loss(pred, target)
-
-    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
-        return 3 * super().grad(pred, target)
-
-    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return super().grad_vjp(pred, target, 3 * g)
-
-
-@pytest.mark.parametrize("bias", [Cubed, Tripled])
-def test_a_subclass_with_its_own_formula_is_not_its_parent(bias):
-    own = case_of(config_of(bias=bias(), key_norm="l2"), batch=1, length=70, d=3, width=3)
-    own = own._replace(gates=Gates(lr=0.3))
-    whole(own, engine="parallel").equals(whole(own, engine="sequential"))
-    whole(own, engine="auto").equals(whole(own, engine="sequential"))
-
-
 def channels_of(fields: dict) -> list[bool]:
     return [False, True] if fields.get("retention") == "decay" else [False]
 
 
 @pytest.mark.spec("ENG-PAR-D3", "ENG-PAR-I1", "ENG-PAR-I2")
 @EVERY
-@pytest.mark.parametrize("autodiff", ["tape", "torch"])
-def test_groups_of_blocks_walk_to_the_token_loop(fields, autodiff, small_groups):
+def test_groups_of_blocks_walk_to_the_token_loop(fields, small_groups):
     """Three blocks and a part of one: masks, resets, gates at 0 and 1; the state's gradient."""
     for channels in channels_of(fields):
         length = 55 if channels else 210
-        case = case_of(
-            config_of(**fields),
-            batch=1, length=length, d=3, width=3, channels=channels, ends=0.05,
-        )  # fmt: skip
-        masked = case_of(config_of(**fields), batch=1, length=length, d=3, width=3, channels=channels, masks=True)
-        for own in (case, masked):
+        sizes = {"batch": 1, "length": length, "d": 3, "width": 3, "channels": channels}
+        for more in ({"ends": 0.05}, {"masks": True}):
+            own = case_of(config_of(**fields), **sizes, **more)
             expected = whole(own, engine="sequential")
-            whole(own, engine="parallel", autodiff=autodiff).equals(expected)
+            for autodiff in ("tape", "torch"):
+                whole(own, engine="parallel", autodiff=autodiff).equals(expected)
             in_pieces(own, [1, 17, length - 1], engine="parallel").equals(expected)
 
 

@@ -52,6 +52,11 @@ def id_of(value) -> str:
     return "-".join(f"{k}{v}" for k, v in items if k != "kind") or "plain"
 
 
+def masked(at: int) -> bool:
+    """By turns, so that masks meet every bias, retention and algorithm, and no masks do."""
+    return bool((at + at // 2 + at // 4) % 2)
+
+
 def usable(fields: dict, retention: str, structure: str | dict) -> bool:
     if fields.get("decay_order") and retention == "none":
         return False
@@ -63,14 +68,10 @@ def usable(fields: dict, retention: str, structure: str | dict) -> bool:
 @pytest.mark.parametrize("fields", FIELDS, ids=id_of)
 @pytest.mark.parametrize("structure", ["matrix", DEEP], ids=["matrix", "mlp"])
 def test_every_field_with_every_knob(fields, structure):
-    seed = 0
-    for bias, (retention, algorithm) in product(BIASES, KNOBS):
-        if not usable(fields, retention, structure):
-            continue
-        config = config_of(structure=structure, bias=bias, retention=retention, algorithm=algorithm, **fields)
-        seed += 1
-        for masks in (False, True):
-            against_numpy(config, seed=seed, masks=masks, batch=1, ends=0.2, length=8)
+    for seed, (bias, (retention, algorithm)) in enumerate(product(BIASES, KNOBS)):
+        if usable(fields, retention, structure):
+            config = config_of(structure=structure, bias=bias, retention=retention, algorithm=algorithm, **fields)
+            against_numpy(config, seed=seed, masks=masked(seed), batch=1, ends=0.2, length=8)
 
 
 # Over eleven tokens a cubic loss leaves the numbers in the token loop, too.
@@ -83,8 +84,7 @@ def test_parallel_engine_with_every_field(fields):
     for seed, (bias, (retention, algorithm)) in enumerate(product(TAME, KNOBS)):
         if usable(fields, retention, "matrix"):
             config = config_of(bias=bias, retention=retention, algorithm=algorithm, **fields)
-            for masks in (False, True):
-                against_numpy(config, "parallel", seed=seed, masks=masks, ends=0.2, length=11)
+            against_numpy(config, "parallel", seed=seed, masks=masked(seed), ends=0.2, length=11)
 
 
 @pytest.mark.spec("RET-DECAY-D1", "ENG-CHAN-D1")

@@ -21,7 +21,7 @@ class Fault(NamedTuple):
 
 
 PHI = "tests/phi"
-KNOBS = "tests/rule tests/engine/test_reference.py"
+KNOBS = "tests/rule tests/bias tests/engine/test_reference.py"
 ENGINES = "tests/engine/test_reference.py tests/engine/test_masks.py tests/engine/test_properties.py"
 CHUNK = "tests/engine/test_chunk.py"
 TAPE = "tests/tape tests/engine/test_tape.py"

@@ -13,7 +13,7 @@ outputs of the recurrence as it is written. It is *refused* when validation, or 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, product
 from typing import Any, Literal, NamedTuple
@@ -88,6 +88,7 @@ NEEDS: dict[tuple[str, str], dict[str, str]] = {
     ("gating", "abc"): SLOTS,
     ("gating", "raven"): SLOTS,
     ("gating", "target_conv"): {"bias": "dot", "way": "large", "read": "before", **TWO},
+    ("gating", "large_chunk"): {"structure": "gated_mlp", "algorithm": "momentum", "way": "large"},
     ("gating", "heads.rows"): DECAYS,
     ("readout", "ridge"): {"bias": "dot"},
     ("readout", "slots"): {"bias": "dot", **DECAYS},
@@ -223,6 +224,8 @@ def pairwise(seed: int = 0) -> list[Cell]:
 
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
+TRIES = 2
+"""Kinds that are tried in the place of a default, as most are refused beside what is there."""
 
 
 def _around(pair: Pair, found: dict[str, list[str]], generator: torch.Generator) -> Cell:
@@ -231,8 +234,13 @@ def _around(pair: Pair, found: dict[str, list[str]], generator: torch.Generator)
     return Cell(**{**drawn, **dict(pair)})
 
 
-def _pairs(cell: Cell, names: tuple[str, ...]) -> set[Pair]:
-    return set(combinations([(name, getattr(cell, name)) for name in names], 2))
+def _pairs(cell: Cell, names: tuple[str, ...], one: str = "") -> set[Pair]:
+    """All pairs of kinds in a cell, or those with the kind of one axis."""
+    kinds = [(name, getattr(cell, name)) for name in names]
+    if not one:
+        return set(combinations(kinds, 2))
+    at = names.index(one)
+    return {(kind, kinds[at]) for kind in kinds[:at]} | {(kinds[at], kind) for kind in kinds[at + 1 :]}
 
 
 def fieldwise(names: tuple[str, ...] = Cell._fields, seed: int = 0) -> list[Cell]:
@@ -242,22 +250,18 @@ def fieldwise(names: tuple[str, ...] = Cell._fields, seed: int = 0) -> list[Cell
     A gating makes the gates itself, and is not met by gates that are given.
     """
     found, source = all_axes(), torch.Generator().manual_seed(seed)
-
-    def draw(count: int) -> int:
-        return int(torch.randint(count, (), generator=source))
-
-    met: set[Pair] = set()
-    cells: list[Cell] = []
-    for a, b in combinations(names, 2):
-        for pair in product([(a, x) for x in found[a]], [(b, y) for y in found[b]]):
-            if pair in met or ({a, b} == {"gating", "gates"} and "none" not in (pair[0][1], pair[1][1])):
-                continue
-            best = nearest(pair)
-            if runs(best):
-                tries = [_moved(best, pair, found, draw) for _ in range(3)]
-                best = max(tries, key=lambda cell: len(_pairs(cell, names) - met))
-                met |= _pairs(best, names)
-            cells.append(best)
+    pairs = [
+        pair
+        for a, b in combinations(names, 2)
+        for pair in product([(a, x) for x in found[a]], [(b, y) for y in found[b]])
+        if {a, b} != {"gating", "gates"} or "none" in (pair[0][1], pair[1][1])
+    ]
+    cells = [cell for cell in map(nearest, pairs) if not runs(cell)]
+    missing = {pair for pair in pairs if runs(nearest(pair))}
+    for pair in pairs:
+        if pair in missing:
+            cells.append(_moved(nearest(pair), pair, found, names, missing, source))
+            missing -= _pairs(cells[-1], names)
     return cells
 
 
@@ -269,14 +273,23 @@ def nearest(pair: Pair) -> Cell:
     return Cell(**{**DEFAULT, **needed})
 
 
-def _moved(cell: Cell, pair: Pair, found: dict[str, list[str]], draw: Callable[[int], int]) -> Cell:
-    """An allowed cell with some of the defaults of another replaced."""
+def _moved(
+    cell: Cell, pair: Pair, found: dict[str, list[str]], names: tuple[str, ...], missing: set[Pair],
+    source: torch.Generator,
+) -> Cell:  # fmt: skip
+    """An allowed cell with defaults of another replaced, each by a kind that most of the others have not met yet."""
     fixed = {*dict(pair), *NEEDS.get(pair[0], {}), *NEEDS.get(pair[1], {})}
     free = [name for name in Cell._fields if name not in fixed]
-    for _ in range(len(free)):
-        name = free.pop(draw(len(free)))
-        other = cell._replace(**{name: found[name][draw(len(found[name]))]})
-        cell = other if runs(other) else cell
+    for at in torch.randperm(len(free), generator=source).tolist():
+        name = free[at]
+        kinds = [found[name][index] for index in torch.randperm(len(found[name]), generator=source).tolist()]
+        if name in names:
+            new = {kind: len(_pairs(cell._replace(**{name: kind}), names, name) & missing) for kind in kinds}
+            kinds = sorted(filter(new.__getitem__, kinds), key=new.__getitem__, reverse=True)
+        for kind in kinds[:TRIES]:
+            if runs(other := cell._replace(**{name: kind})):
+                cell = other
+                break
     return cell
 
 

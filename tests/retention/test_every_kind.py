@@ -24,12 +24,13 @@ def test_fifty_tokens_against_numpy(knob, kept, structure):
 
 
 @pytest.mark.spec("RET-ANY-V1", "RULE-ORDER-D1")
-@pytest.mark.parametrize("chunk", [1, 3])
-@every_knob
-def test_every_retention_before_the_gradient(knob, chunk):
-    if knob.uses_retain:
-        fields = {"decay_order": "before_gradient", "algorithm": "momentum", "chunk": chunk}
-        check_rule(MemoryConfig(retention=knob, **fields))
+@pytest.mark.parametrize(
+    "at", [at for at, knob in enumerate(KNOBS) if knob.uses_retain], ids=lambda at: repr(KNOBS[at])
+)
+def test_every_retention_before_the_gradient(at):
+    """In chunks or token by token, by turns: of every kind there are several."""
+    fields = {"decay_order": "before_gradient", "algorithm": "momentum", "chunk": (1, 3)[at % 2]}
+    check_rule(MemoryConfig(retention=KNOBS[at], **fields))
 
 
 @pytest.mark.spec("RET-START-D1")
