@@ -95,6 +95,8 @@ MISTAKES = {
     "train tiny.yaml --resume": "there is no run of 'tiny' in runs/ to resume",
     "train tiny.yaml --resume --out x": "--resume takes its config from x; leave 'tiny.yaml' out",
     f"train tiny.yaml --out {'x' * 300}": "cannot use 'xxx",
+    "train tiny.yaml --out=": "--out is empty, as where a variable of the shell is not set; name a folder",
+    "train tiny.yaml --out  ": "--out is empty, as where",
     "train --resume --out gone": f"{NO_FOLDER}`hecate train --out` starts a run there",
     "train --set engine=fused": "engine: no such setting. hecate takes the fastest engine that is exact; `hecate show",
     "eval gone": f"{NO_FOLDER}name one that `hecate train` has written, such as runs/quickstart",
@@ -115,7 +117,7 @@ def test_a_mistake_is_one_message_on_stderr_and_leaves_nothing(line, hecate, tmp
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/config.json").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = hecate(*line.split())
+    code, out, err = hecate(*line.split(" "))
     assert (code, out) == (2, "") and err.startswith(f"error: {MISTAKES[line]}")
     assert "Traceback" not in err and err.count("error:") == 1 and sorted(tmp_path.rglob("*")) == before
 
