@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.serve.scheduler import Request
 
+WINDOW = 64  # tokens: how many a `Cutter` may decode again for each new one
+
 
 class Limits(NamedTuple):
     """Limits of a request.
@@ -216,13 +218,14 @@ class Cutter:
     def __init__(self, texts: Texts, stops: Sequence[str]) -> None:
         self._texts, self._stops = texts, stops
         self._tokens: list[int] = []
-        self._shown, self.ended = "", False
+        self._settled = self._shown = ""  # the former is the text of tokens before `_tokens`
+        self.ended = False
 
     def add(self, token: int | None) -> str:
         """New text after one more token, or with None after the last."""
         if token is not None and token not in self._texts.ends:
             self._tokens.append(token)
-        text = self._texts.decode(self._tokens)
+        text = self._decoded()
         places = [place for place in map(text.find, self._stops) if place >= 0]
         if places:
             self.ended, text = True, text[: min(places)]
@@ -234,3 +237,14 @@ class Cutter:
             text = self._shown
         fresh, self._shown = text[len(self._shown) :], text
         return fresh
+
+    def _decoded(self) -> str:
+        """The text of all tokens. Now and then most of `_tokens` are settled, if their text does not depend on what
+        follows, so that a token is decoded some `WINDOW` times at most, however long the text."""
+        text, last = self._texts.decode(self._tokens), WINDOW // 2
+        whole = self._settled + text
+        if self._tokens and len(self._tokens) % WINDOW == 0:
+            early, late = map(self._texts.decode, (self._tokens[:-last], self._tokens[-last:]))
+            if early + late == text:
+                self._settled, self._tokens = self._settled + early, self._tokens[-last:]
+        return whole

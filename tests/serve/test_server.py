@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import httpx
 from hecate import states
 from hecate.errors import ConfigError
 from hecate.serve import Limits, Memories, PrefixCache, Scheduler, application
-from hecate.serve.protocol import Cutter
+from hecate.serve.protocol import WINDOW, Cutter
 from hecate.serve.server import serve
 from tests.serve.common import TEXTS, alone, listening, made, said
 
@@ -129,6 +130,18 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     assert [cutter.add(token) for token in b"nd!"] == ["", "", ""] and cutter.ended
     cutter = Cutter(TEXTS, ("end",))
     assert [cutter.add(token) for token in (*b"aen", 0xE2, None)] == ["a", "", "", "", "en\ufffd"]
+
+
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_a_long_text_comes_in_pieces_that_are_decoded_a_few_times_each():
+    text, asked = "h\u00e9, \u6f22\u5b57 and \U0001f600 then " * 60, []
+    counting = replace(TEXTS, decode=lambda tokens: asked.append(len(tokens)) or TEXTS.decode(tokens))
+    cutter, tokens = Cutter(counting, ("stop",)), [*text.encode(), *b"sto"]
+    pieces = [cutter.add(token) for token in [*tokens, None]]
+    assert "".join(pieces) == text + "sto" and pieces.count(" ") == text.count(" ")  # each at once
+    assert sum(asked) < 3 * WINDOW * len(tokens) / 2
+    cutter = Cutter(TEXTS, ("stop",))
+    assert "".join(cutter.add(token) for token in [*tokens, *b"p, not this"]) == text and cutter.ended
 
 
 BODIES = [
