@@ -138,15 +138,9 @@ def _steps(step: Weights, link: Weights | None) -> Steps:
     if link is not None:
         texts += [_of_weights("link", "A", [link.out]), _of_weights("link_back", "Ag", link.pulled)]
     functions, numbers = compiled(texts)
+    apart = step.rowwise and (link is None or link.rowwise)
     there, back, linked, linked_back = (*functions, None, None)[:4]
-    return Steps(
-        there,
-        back,
-        linked,
-        linked_back,
-        (*numbers, (0.0,), (0.0,))[:4],
-        step.rowwise and (link is None or link.rowwise),
-    )
+    return Steps(there, back, linked, linked_back, (*numbers, (0.0,), (0.0,))[:4], apart)
 
 
 def _of_weights(name: str, inputs: Sequence[str], results: Sequence[Node]) -> Text:
