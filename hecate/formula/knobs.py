@@ -174,9 +174,6 @@ def map_formula(feature_map: FeatureMap, *, centred: bool = False, pulled: bool 
 
 
 def _of_map(feature_map: FeatureMap, centred: bool, pulled: bool) -> Text:
-    if not feature_map.traits().componentwise:
-        raise Unprintable("it makes features of rows, not of single numbers")
-
     def features(variant: Any) -> Callable[..., Any]:
         zero = variant.forward(torch.zeros(1, dtype=torch.float64), _NOTHING)[0].item() if centred else 0.0
 
@@ -188,10 +185,17 @@ def _of_map(feature_map: FeatureMap, centred: bool, pulled: bool) -> Text:
 
         return function
 
-    text = printed("phi", "x", nodes_of(feature_map, features, {"x": ALONG}, Nodes()))
-    if text.operations & MIXED:
+    return printed("phi", "x", _number_by_number(feature_map, features, "x"))
+
+
+def _number_by_number(feature_map: FeatureMap, method: Callable[[Any], Callable[..., Any]], inputs: str) -> list[Node]:
+    """The nodes of a method of a map, whose results depend on one number of each input."""
+    if not feature_map.traits().componentwise:
+        raise Unprintable("it makes features of rows, not of single numbers")
+    nodes = nodes_of(feature_map, method, dict.fromkeys(inputs, ALONG), Nodes())
+    if printed("phi", inputs, nodes).operations & MIXED:
         raise Unprintable("it says that it goes number by number, and needs the whole row")
-    return text
+    return nodes
 
 
 def map_nodes(feature_map: FeatureMap) -> tuple[Node, Node] | str:
@@ -215,8 +219,7 @@ def _with_pullback(feature_map: FeatureMap) -> tuple[Node, Node]:
 
         return function
 
-    _of_map(feature_map, centred=False, pulled=False)  # refuses what is no function of single numbers
-    there, back = nodes_of(feature_map, both, {"x": ALONG, "g": ALONG}, Nodes())
+    there, back = _number_by_number(feature_map, both, "xg")
     return there, back
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ _PRINTED: dict[type, Callable[[Any], Any]] = {
     phi.FeatureMap: formula.map_formula,
 }
 _TEXTS: dict[str, Callable[[Any], list[formula.Text]]] = {
-    "bias": lambda variant: [*formula.bias_formula(variant)[2:4]],
+    "bias": lambda variant: [*attrgetter("psi", "pull")(formula.bias_formula(variant))],
     "retention": formula.retention_texts,
     "link": lambda variant: formula.retention_texts(retention.Bregman(link=variant))[2:],
     "algorithm": formula.algorithm_texts,
@@ -139,8 +140,9 @@ def _kernel(variant: Any) -> str:
     except ConfigError:
         return "depends on its settings"
     if issubclass(variant, phi.FeatureMap):  # memories compute features in torch
-        where = "in optimisers and on a GPU" if formula.is_cheap(variant()) else "in optimisers"
-        return f"torch: {form}" if isinstance(form, str) else f"printed, {where}"
+        if isinstance(form, str):
+            return f"torch: {form}"
+        return "printed, in optimisers" + " and on a GPU" * formula.is_cheap(variant())
     if isinstance(form, str):
         return f"token loop: {form}"
     if isinstance(form, formula.RetentionFormula):

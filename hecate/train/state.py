@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import reduce
 from itertools import chain, islice
 from operator import getitem
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
@@ -169,34 +169,44 @@ def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, wher
     except ConfigError as error:  # a kind that is not registered here, or not a config
         fault = error
     for part in _MUST_MATCH:
-        lines = differences(saved.get(part, _MISSING), expected[part], part)
-        if not lines:
+        found = differences(saved.get(part, _MISSING), expected[part], part)
+        if not found:
             continue
-        if any(line.startswith("optim.optimizer.kind ") for line in lines):
-            there, here = (settings["optim"]["optimizer"]["kind"] for settings in (saved, expected))
-            what = f"optimizer {there!r}, this run has {here!r}"
+        first, lines = found[0], list(map(str, found))
+        if kinds := [item for item in found if item.path == "optim.optimizer.kind"]:
+            what = f"optimizer {kinds[0].there!r}, this run has {kinds[0].here!r}"
         else:
             more = f"; and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
             what = f"another {part!r} ({'; '.join(lines[:_SHOWN])}{more})"
-        first, missing = lines[0].split(" is ")[0], (" is missing there and ", " and missing here")
-        others = any(end in lines[0] for end in missing) or what.startswith("optimizer ")
-        cure = f"let settings differ by name, such as --allow {part if others else first}"
-        if others and part == "optim":  # another optimiser, or other groups, which no name allows
+        other = bool(kinds) or _MISSING in (first.there, first.here)
+        cure = f"let settings differ by name, such as --allow {part if other else first.path}"
+        if other and part == "optim":  # another optimiser, or other groups, which no name allows
             cure = "start another run with its parameters, by init_from"
         raise CheckpointError(f"{where} was trained with {what}; resume with the config of its run folder, or {cure}")
     if fault is not None:
         raise CheckpointError(f"{where} has a config that is not valid: {fault}; use an earlier checkpoint")
 
 
-def differences(saved: Any, expected: Any, path: str) -> list[str]:
-    """Differences between two trees of settings, one sentence each: path, the saved value and this run's."""
+class Difference(NamedTuple):
+    """A setting with its saved value and this run's, `_MISSING` where there is none; as text, a sentence."""
+
+    path: str
+    there: Any
+    here: Any
+
+    def __str__(self) -> str:
+        return f"{self.path} is {shorten(self.there)} there and {shorten(self.here)} here"
+
+
+def differences(saved: Any, expected: Any, path: str) -> list[Difference]:
+    """Differences between two trees of settings."""
     if isinstance(saved, Mapping) and isinstance(expected, Mapping):
         keys = [*expected, *(key for key in saved if key not in expected)]
         pairs = [(saved.get(k, _MISSING), expected.get(k, _MISSING), f"{path}.{k}") for k in keys]
-        return [line for pair in pairs for line in differences(*pair)]
+        return [item for pair in pairs for item in differences(*pair)]
     if saved == expected and isinstance(saved, bool) == isinstance(expected, bool):
         return []
-    return [f"{path} is {shorten(saved)} there and {shorten(expected)} here"]
+    return [Difference(path, saved, expected)]
 
 
 def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -321,7 +331,7 @@ def _check_options(path: str, saved: Mapping[str, Any], expected: Mapping[str, A
     # Both through JSON, in which tuples are lists.
     bound = ({k: v for k, v in options.items() if k not in (*MOVING, *WAYS)} for options in (expected, saved))
     here, there = (json.loads(json.dumps(options)) for options in bound)
-    lines = differences({**here, **there}, here, path)  # older versions had fewer options
+    lines = list(map(str, differences({**here, **there}, here, path)))  # older versions had fewer options
     lr, elapsed = saved.get("lr"), saved.get("elapsed", 0)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
         lines.append(f"{path}.lr must be a finite number >= 0, got {shorten(lr)}")
@@ -342,8 +352,8 @@ def _check_entries(name: str, saved: Mapping[str, Any], spec: Mapping[str, Any] 
             raise ConfigError(f"the window of {name} has not its shape {list(leveled.shape)}")
     if entries and spec is not None:
         kinds, expected = ({k: _kind(v) for k, v in item.items()} for item in (entries, spec))
-        if lines := differences(kinds, expected, f"the state of {name}"):
-            raise ConfigError("; ".join(lines))
+        if found := differences(kinds, expected, f"the state of {name}"):
+            raise ConfigError("; ".join(map(str, found)))
 
 
 def _probe_states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
