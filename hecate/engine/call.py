@@ -512,7 +512,7 @@ def place_of(config: MemoryConfig, state: MemoryState | None) -> int | None:
     if not can_inspect(state.position):
         return None
     version, place = _PLACES.get(state.position, (None, 0))
-    if version == state.position._version:
+    if version is not None and version == state.position._version:  # inference tensors have none
         return place
     low, high = torch.stack(state.position.aminmax()).tolist()
     return low if low == high and low >= 0 else None

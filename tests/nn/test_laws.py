@@ -169,6 +169,16 @@ def test_no_sequence_no_token_one_token_and_inputs_that_stay_as_they_are(name: s
     assert all(torch.equal(a, b) for a, b in zip(given_tensors, before, strict=True))
 
 
+@pytest.mark.spec("NN-MEM-I1", "NN-MEM-I6")
+@ordered
+def test_inference_mode_goes_on_from_its_own_states(name: str) -> None:
+    layer = layer_named(name)
+    x = inputs(layer)
+    with torch.inference_mode():
+        y, _ = in_pieces(layer, x, [4, 5])
+    near(y, layer(x)[0])
+
+
 @pytest.mark.spec("NN-MEM-I6", "ATT-COMP-I1", "CMS-LAYER-I1", "SELF-LAYER-I1")
 @few
 def test_the_state_is_a_pytree_that_carries_gradients_and_detaches(name: str) -> None:
