@@ -259,7 +259,7 @@ def _running_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> Tensors:
 
 _PRODUCTS = Block("span_products", _spans, _spans_vjp)
 # As torch operations, for derivatives of any order, they are the same formulas.
-_SPANS = by_hand(_PRODUCTS, lambda *gates: differentiate(lambda run, gates: run(_PRODUCTS, gates), gates, "tape"))
+_SPANS = by_hand(_PRODUCTS, lambda *gates: differentiate(lambda run, gates: run(_PRODUCTS, gates), gates, "auto"))
 _RUNNING = by_hand(
     Block("running_products", _running, _running_vjp), lambda gates: (gates[..., :1] * span_products(gates)[..., 0],)
 )

@@ -19,6 +19,7 @@ from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hecate.checks import expect_choice
+from hecate.errors import ConfigError
 from hecate.tape.tape import (
     Block,
     Made,
@@ -53,17 +54,18 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
     `"tape"` saves the inputs and what the program's checkpoints return; the backward pass tapes the rest again and each
     checkpoint in its turn. Where torch has to see every operation (second derivatives, `torch.func`, `torch.compile`),
     it saves the inputs alone and everything runs again, as plain torch. `"torch"` leaves the recording to autograd
-    (more memory, forward-mode AD). `"auto"` is the tape, except while `torch.compile` traces: there the compiler plans
-    its own recomputation and a Python-side tape would only hide the graph from it.
+    (more memory, forward-mode AD). `"auto"` is the tape, except in forward mode and while `torch.compile` traces: the
+    compiler plans its own recomputation and a Python-side tape would only hide the graph from it.
     """
     expect_choice(autodiff, "autodiff", get_args(Autodiff))
     compiling = torch.compiler.is_compiling()
     with full_precision(inputs):
-        if autodiff == "torch" or (autodiff == "auto" and compiling):
+        forwards = forward_ad._current_level >= 0
+        if autodiff == "torch" or (autodiff == "auto" and (compiling or forwards)):
             return program(execute, *inputs)
         transformed = torch._C._are_functorch_transforms_active()
         # A Function is not needed here, and torch.compile would not trace one if nothing needs a gradient.
-        if not transformed and forward_ad._current_level < 0 and not is_recorded(inputs):
+        if not transformed and not forwards and not is_recorded(inputs):
             return program(execute, *inputs)
 
         def forward(inputs: Tensors, keeps: bool) -> Made:
@@ -78,7 +80,8 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
 
         if compiling:  # which cannot trace a Function that gets one tensor twice
             inputs = distinct(inputs, set())
-        return _Function.apply(forward, pullback, None if compiling or transformed else [], *inputs)  # type: ignore[no-untyped-call]
+        apply = _with_tangents if forwards else _Function.apply
+        return apply(forward, pullback, None if compiling or transformed else [], *inputs)
 
 
 class ByHand(NamedTuple):
@@ -226,6 +229,17 @@ class _Function(torch.autograd.Function):
             (record,) = tree_unflatten(leaves, ctx.layout)
         grads = list(filter(partial(is_not, None), cotangents))
         return None, None, None, *ctx.pullback(inputs, record, grads)
+
+
+def _with_tangents(*given: Any) -> Tensors:
+    """`_Function.apply` in forward mode: refused where tangents arrive. Not a `jvp`, which torch.compile refuses."""
+    try:
+        return _Function.apply(*given)  # type: ignore[no-untyped-call]
+    except NotImplementedError as error:
+        raise ConfigError(
+            "forward mode (torch.func.jvp, jacfwd, forward_ad) passes neither autodiff='tape' nor engine 'parallel' "
+            "under a solved step (step 'implicit', bias other than l2): take 'auto' or 'torch', and engine 'sequential'"
+        ) from error
 
 
 # `_Function.apply` without its Python wrapper, which binds arguments by name in each call: if no transform is active.

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.engine.cpu.engine import TOKENS
+from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.rule import RULES
 from tests.memories import DEEP, case_of, close, config_of, flat_state, ways
@@ -295,3 +296,21 @@ def test_vmap_over_sequences_equals_the_batch():
 
     y = torch.func.vmap(single)(case.q, case.k, case.v, case.gates.lr, case.gates.retain)
     close(y, case.scan()[0], 1e-12)
+
+
+@pytest.mark.spec("TAPE-BRIDGE-I2")
+@pytest.mark.parametrize("autodiff", ["auto", "torch"])
+@pytest.mark.parametrize("rule", ["gated_delta", "titans", "gla"])
+def test_forward_mode_through_a_layer(rule, autodiff):
+    layer = Memory(4, 2, rule, autodiff=autodiff, generator=torch.Generator().manual_seed(0))
+    x, way = torch.randn(2, 1, 3, 4, generator=torch.Generator().manual_seed(1))
+    _, slope = torch.func.jvp(lambda x: layer(x)[0], (x,), (way,))
+    close(slope, (torch.autograd.functional.jacobian(lambda x: layer(x)[0], x) * way).sum((-3, -2, -1)), 1e-10)
+
+
+def test_forward_mode_through_a_solved_step_token_by_token():
+    config = {"bias": "huber", "step": "implicit", "key_norm": "l2"}
+    x = torch.randn(1, 3, 4)
+    with pytest.raises(ConfigError, match="step 'implicit'.* engine 'sequential'"):
+        torch.func.jvp(lambda x: Memory(4, 2, config, engine="parallel")(x)[0], (x,), (x,))
+    torch.func.jvp(lambda x: Memory(4, 2, config, engine="sequential")(x)[0], (x,), (x,))

@@ -75,10 +75,11 @@ def test_compile_in_one_graph(mode, point):
 def test_forward_mode_belongs_to_torch(point):
     matrix, x = (item.detach() for item in point)
     way = torch.ones_like(x)
-    _, slope = torch.func.jvp(lambda x: through(plain, "torch")(matrix, x), (x,), (way,))
     jacobian = torch.func.jacrev(lambda x: through(plain)(matrix, x).sum(0))(x)
-    torch.testing.assert_close(slope.sum(0), (jacobian * way).sum((-2, -1)))
-    with pytest.raises(NotImplementedError, match="jvp"):
+    for mode in ("torch", "auto"):
+        _, slope = torch.func.jvp(lambda x, mode=mode: through(plain, mode)(matrix, x), (x,), (way,))
+        torch.testing.assert_close(slope.sum(0), (jacobian * way).sum((-2, -1)))
+    with pytest.raises(ConfigError, match="forward mode .* autodiff='tape'"):
         torch.func.jvp(lambda x: through(plain, "tape")(matrix, x), (x,), (way,))
 
 
