@@ -71,6 +71,7 @@ class GatingParameters(nn.Module):
             written, after = self.gating.forward(
                 self.params.tensors, x, inputs, before, masks._replace(chunk=self.chunk)
             )
+        after = {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in after.items()}
         if not x.numel():  # of no tokens every parameter has the gradient 0, and the state is a copy
             v = joined(written.v, *self.params.tensors.values())
             return written._replace(v=v), {name: tensor.clone() for name, tensor in after.items()}
