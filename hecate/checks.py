@@ -146,7 +146,7 @@ def heads_for_tokens(shape: Sequence[int], wanted: Sequence[int], k: Tensor) -> 
     keys `[B, T, H, D]`; else an empty text."""
     length, heads = k.shape[1:3]
     apart = [pair for pair in zip(shape, wanted, strict=False) if pair[0] != pair[1]]
-    return TURNED if len(shape) == len(wanted) and apart == [(length, heads)] else ""
+    return TURNED if len(shape) == len(wanted) and apart == [(length, heads)] and length > 1 else ""
 
 
 def warn_if_turned(q: Tensor, gates: Sequence[object] | None, stacklevel: int = 4) -> None:

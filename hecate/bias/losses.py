@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.errors import ShapeError
 from hecate.tape import Block, formula_block
 from hecate.tape.ops import floored_root, onto_ball, onto_ball_vjp, torch_vjp
 from hecate.variant import Conflicts, Variant
@@ -38,7 +39,17 @@ class Bias(Variant, family="bias"):
 
     def grad(self, pred: Tensor, target: Tensor) -> Tensor:
         """d loss / d pred `[..., V]`."""
-        return torch.func.grad(lambda pred: self.loss(pred, target).sum())(pred)
+
+        def total(pred: Tensor) -> Tensor:
+            loss = self.loss(pred, target)
+            if loss.shape != pred.shape[:-1]:
+                raise ShapeError(
+                    f"bias {self.kind!r}: loss must take the last axis alone away, {list(pred.shape)} to "
+                    f"{list(pred.shape[:-1])}, got {list(loss.shape)}; end it with .sum(-1)"
+                )
+            return loss.sum()
+
+        return torch.func.grad(total)(pred)
 
     def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Cotangents of pred and target from the cotangent g of `grad`."""

@@ -250,6 +250,7 @@ class MatrixOptimizer(Optimizer):
         (`maximize` has been applied), and finite unless `on_nonfinite` is "propagate". With `differentiable`, a state's
         entry is replaced by a new tensor; otherwise it is overwritten in place.
         """
+        raise NotImplementedError(f"{type(self).__name__} defines no update")  # torch does not make this class abstract
 
     def gathers(self, group: Group, p: Tensor) -> bool:
         """True if a step needs the whole of a sharded parameter, which is then gathered; a subclass may need less."""

@@ -225,6 +225,8 @@ class FeatureMap(Variant, family="feature_map"):
 
     def vjp(self, residuals: Any, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Cotangents of x and of the learned parameters from the cotangent g of the features."""
+        if type(self).forward is not FeatureMap.forward:  # residuals are its own
+            raise ConfigError(f"{type(self).__name__} defines forward without vjp; define vjp too, or features alone")
         x, params = residuals
 
         def of(x: Tensor, learned: dict[str, Tensor]) -> Tensor:
