@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from hecate import named_rule, phi, states
 from hecate.cms import SelfReferential
 from hecate.nn import Memory
+from hecate.nn.blocks import rms_norm
 from hecate.nn.rule import features_of
 from hecate.rule import RULES, MemoryConfig
 from tests.nn.layers import leaves, seeded
@@ -95,3 +96,11 @@ def test_boxes_of_a_self_referential_memory_are_asked_in_float32(feature_map):
     hook.remove()
     layer.bfloat16()(draw(2, 5, 8).bfloat16())
     assert asked.pop().dtype == torch.float32
+
+
+@pytest.mark.spec("NN-MEM-D2")
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-5, 0.0])
+def test_small_rows_of_float16_are_normalised_with_gradients_as_without(size):
+    x = (size * draw(3, 6)).half()
+    y = rms_norm(x.requires_grad_(), torch.ones(6).half())
+    assert torch.equal(y, rms_norm(x.detach(), torch.ones(6).half()))
