@@ -236,6 +236,8 @@ def _with_tangents(*given: Any) -> Tensors:
     try:
         return _Function.apply(*given)  # type: ignore[no-untyped-call]
     except NotImplementedError as error:
+        if "jvp" not in str(error):
+            raise
         raise ConfigError(
             "forward mode (torch.func.jvp, jacfwd, forward_ad) passes neither autodiff='tape' nor engine 'parallel' "
             "under a solved step (step 'implicit', bias other than l2): take 'auto' or 'torch', and engine 'sequential'"
