@@ -1,7 +1,7 @@
 """The general kernel of the compiled engine: one walk over tokens, and the parts that a memory brings to it.
 
-For matrix and slot memories under any bias, retention and algorithm that names a form, with every gate: all that the
-kernels of `Scan` cannot run. A part and a walk are compiled once per float type, each by itself, and kept on disk; see
+For matrix and slot memories under any bias, retention and algorithm that names a form, with every gate, and rows of any
+width: all that the kernels of `Scan` cannot run. A part and a walk are compiled once per float type, each by itself, and kept on disk; see
 `parts`. [ENG-NUM-D8]
 """
 
@@ -31,7 +31,7 @@ from hecate.tape import Tensors, several
 
 KERNELS = "hecate.engine.cpu.walk"
 PRINTED = "learn_", "act_", "step_", "link_", "descend_"  # names of printed parts begin so; a digest follows
-BLOCK = 1 << 14  # bytes of a state's rows that stay in the first cache from their prediction to their write
+BLOCK = 1 << 13  # bytes of a state's rows that stay in the first cache from their prediction to their write
 LEAST = 16  # least number of tokens between kept states; sqrt(T) if that is more
 
 
