@@ -61,7 +61,7 @@ class Compiled(TokenEngine):
 
     def unfit(self, plan: Plan) -> str | None:
         """Another device, another dtype, no numba."""
-        return one_retain(plan) or no_kernels(plan, "wide")
+        return one_retain(plan) or no_kernels(plan, "walk")
 
     def cost(self, plan: Plan) -> float:
         """Less than blocks, except for large states under l2; infinite below `TOKENS`, so that nothing loads numba."""
@@ -113,15 +113,15 @@ def no_kernels(plan: Plan, module: str) -> str | None:
 
 
 def _fits_registers(config: MemoryConfig) -> bool:
-    """True if the kernels of `registers` and `wide` can run a config. Everything that a row needs stays in registers
-    there, so they know fewer forms than `family`."""
+    """True if the kernels of `registers` can run a config where rows are narrow. Everything that a row needs stays in
+    registers there, so they know fewer forms than `family`."""
     forms = config.forms
     plain = forms.algorithm is not None and not forms.algorithm.nesterov and forms.plain
     return plain and (forms.target or forms.error) and config.structure.linear and chunk_refusal(config) is None
 
 
 @cache
-def load_kernels(name: str = "wide") -> ModuleType | None:
+def load_kernels(name: str = "registers") -> ModuleType | None:
     """A module of kernels, imported; None without numba."""
     try:
         _tell()
@@ -168,19 +168,28 @@ def kernel_of(config: MemoryConfig, tokens: Tokens, like: Any) -> ByHand:
     if _fits_registers not in known:
         known[_fits_registers] = _fits_registers(config)
     plain = known[_fits_registers] and tokens.phi_w is None and tokens.retain_value is None
+    plain = plain and _vectors(config, tokens.phi_k) is not None
     there, back = (_scan, _scan_vjp) if plain else (walked, walked_vjp)
     return ByHand(
         "engine.compiled", partial(there, config), partial(back, config), lambda *x: by_torch(config, like)(*x)
     )
 
 
+def _vectors(config: MemoryConfig, keys: Tensor) -> int | None:
+    """Vectors of a row, or of a tile of it where rows need not be whole; None if rows do not fit into registers."""
+    vectors = -(-keys.shape[-1] * keys.element_size() // BYTES)
+    if config.forms.target:
+        vectors = min(vectors, VECTORS)
+    return 1 << (vectors - 1).bit_length() if vectors <= VECTORS else None
+
+
 class Scan:
-    """The inputs of one call, ready for kernels: states `[N, V, P]` (slot None without momentum) and tokens in either
+    """The inputs of one call, ready for `registers`: states `[N, V, P]` (slot None without momentum) and tokens in either
     layout, `[B, T, H, *]` or `[N, T, *]`.
 
     Attributes:
         vectors: number of vectors in a row that stays in registers, or in a tile of it where u does not depend on the
-            memory; None if rows are too wide.
+            memory.
         height, width: V and P padded to whole fours of rows and to whole tiles.
         heads: memories whose tokens are neighbours in memory, 1 for `[N, T, *]`.
         channels: whether retain is a gate per phi channel.
@@ -197,11 +206,8 @@ class Scan:
         self.config = config
         self.memory, self.slot, self.initial, self.tokens = memory, slots[0] if slots else None, initial, tokens
         (self.count, height, width), size = memory.shape, memory.element_size()
-        vectors = -(-width * size // BYTES)
-        if config.forms.target:
-            vectors = min(vectors, VECTORS)
-        self.vectors = 1 << (vectors - 1).bit_length() if vectors <= VECTORS else None
-        self.tile = (self.vectors or 1) * BYTES // size
+        self.vectors = _vectors(config, tokens.phi_k) or 1
+        self.tile = self.vectors * BYTES // size
         self.height, self.width = self.whole = -(-height // ROWS) * ROWS, -(-width // self.tile) * self.tile
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
         self.channels = tokens.retain.dim() > tokens.lr.dim()
@@ -224,10 +230,10 @@ class Scan:
         arguments = (
             self.heads, self.length, self.height, self.width, *rows, self.segment,
             None if config.forms.target else True,
-            self.channels or (None if self.vectors else False), config.decay_order == "before_gradient",
-            config.read == "before", *([(0,) * self.vectors] if self.vectors else []),
+            self.channels or None, config.decay_order == "before_gradient", config.read == "before",
+            (0,) * self.vectors,
         )  # fmt: skip
-        run = getattr(load_kernels("registers" if self.vectors else "wide"), kernel)
+        run = getattr(load_kernels(), kernel)
 
         def work(lo: int, hi: int) -> None:
             space: list[Tensor | None] = []
@@ -257,14 +263,14 @@ def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, 
     y = new(*shape, call.height)
     states = new(call.count, -(-call.length // call.segment), call.height, call.width) if keeps else new(0)
     record = (new(y.shape if keeps else 0), states, None if slot is None else states.clone())
-    call.launch("forward", (memory, slot, y, *record), [] if call.vectors else [2 * call.width])
+    call.launch("forward", (memory, slot, y, *record), [])
     return (y[..., :v], *call.cut(memory, slot)), record
 
 
 def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
     """Cotangents of all inputs."""
     call = Scan(config, inputs)
-    tokens, height, width, segment = call.tokens, call.height, call.width, call.segment
+    tokens, height, segment = call.tokens, call.height, call.segment
     gy, *finals = cotangents
     memory = padded(finals[0], *call.whole).clone()
     slot = None if call.slot is None else padded(finals[1], *call.whole).clone()
@@ -275,12 +281,8 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     for size in call.sizes:
         grads.append(new(*shape, *size))
     grads[Tokens._fields.index("lr")].zero_()  # the kernel adds to that of lr
-    states = (segment + 2) * height * width
-    scratch = [7 * width, 2 * height, states, None if slot is None else states]
-    if call.vectors:
-        states = segment * ROWS * call.tile
-        sums = segment * BYTES // call.memory.element_size()
-        scratch = [states, None if slot is None else states, ROWS * segment, sums, sums]
+    states, sums = segment * ROWS * call.tile, segment * BYTES // call.memory.element_size()
+    scratch = [states, None if slot is None else states, ROWS * segment, sums, sums]
     call.launch("backward", (*record, padded(gy, height), memory, slot, initial, *grads), scratch)
     pulled: list[Tensor | None] = call.cut(memory, slot)  # type: ignore[assignment]
     pulled += call.cut(initial) if tokens.reset is not None else [None]

@@ -1,7 +1,7 @@
 """The general kernel of the compiled engine: one walk over tokens, and the parts that a memory brings to it.
 
-For matrix and slot memories under any bias, retention and algorithm that names a form, with every gate: all that the
-kernels of `Scan` cannot run. A part and a walk are compiled once per float type, each by itself, and kept on disk; see
+For matrix and slot memories under any bias, retention and algorithm that names a form, with every gate, and rows of any
+width: all that the kernels of `Scan` cannot run. A part and a walk are compiled once per float type, each by itself, and kept on disk; see
 `parts`. [ENG-NUM-D8]
 """
 
@@ -31,6 +31,7 @@ from hecate.tape import Tensors, several
 
 KERNELS = "hecate.engine.cpu.walk"
 PRINTED = "learn_", "act_", "step_", "link_", "descend_"  # names of printed parts begin so; a digest follows
+BLOCK = 1 << 13  # bytes of a state's rows that stay in the first cache from their prediction to their write
 LEAST = 16  # least number of tokens between kept states; sqrt(T) if that is more
 
 
@@ -59,7 +60,7 @@ class Parts(NamedTuple):
     step: Part | None
     link: Part
     gain: Part | None
-    plain: bool = False  # a step is r X - lr u w^T with r of one number, for which the walk has one pass
+    plain: bool = False  # a write is one of `hecate.engine.cpu.plain`
 
     @property
     def parts(self) -> tuple[Part | None, ...]:
@@ -121,7 +122,8 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[
     else:
         predict, descend = Part("matrix"), Part("descent", (), (algorithm.momentum,))
     gain = Part("no_gain") if algorithm.ridge is None else Part("filtering", (1 / algorithm.ridge, algorithm.discount))
-    adds = retention.single.sum and single and descend == Part("descent", (), (False,))
+    # A retain per phi channel scales a matrix's cells as one number does.
+    adds = retention.plain and not values and predict.name == "matrix" and descend.name == "descent"
     return Parts(learn, predict, descend, own, link_part(config, wide), gain, adds)
 
 
@@ -225,9 +227,9 @@ def _signature(place: str, back: bool, dtype: Any) -> Any:
     parts = WALKS.get(place, ())
     given = [kinds[letter] for letter in _ARGUMENTS["walk" if parts else place][back]]
     for own in parts:
-        given += [nb.FunctionType(_signature(own, False, dtype)), array] if own else [nb.none, nb.none]
+        given += [nb.intp, array] if own else [nb.none, nb.none]
     for own in parts if back else ():
-        given.append(nb.FunctionType(_signature(own, True, dtype)) if own and _ARGUMENTS[own][1] else nb.none)
+        given.append(nb.intp if own and _ARGUMENTS[own][1] else nb.none)
     return nb.void(*given)
 
 
@@ -261,14 +263,17 @@ def ready(wanted: tuple[Wanted, ...], dtype: Any) -> list[Any]:
 
 @cache
 def functions_of(name: str, parts: Parts, back: bool, dtype: Any) -> list[Any]:
-    """A walk in machine code, then the parts that it is given."""
+    """A walk in machine code, then the addresses and numbers of the parts that it is given."""
     places = [(place, part) for place, part in zip(WALKS[name], parts.parts, strict=True) if place and part]
     wanted = [
         (part.name, part.options, place, way)
         for way in (False, True)[: 1 + back] for place, part in places if _ARGUMENTS[place][way]
     ]  # fmt: skip
     run, *code = ready(((name, (), name, back), *wanted), dtype)
-    built: dict[Any, Any] = {(place, way): function for (_, _, place, way), function in zip(wanted, code, strict=True)}
+    built: dict[Any, Any] = {}
+    for (_, _, place, way), kernel in zip(wanted, code, strict=True):
+        (result,) = kernel.overloads.values()
+        built[place, way] = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
     numbers: dict[Any, Any] = {place: np.array(part.numbers, dtype) for place, part in places}
     functions = [run]
     for place in WALKS[name]:
@@ -324,7 +329,10 @@ class Walk:
     @property
     def spare(self) -> int:
         """Numbers of scratch space for the parts."""
-        most = self.cells + 8 * (self.height + self.width)
+        rows = 8 * (self.height + self.width)
+        if self.parts.plain:
+            return rows
+        most = self.cells + rows
         for part in self.parts.parts:
             if part is not None and any(part.scratch):
                 most = max(most, part.room(*self.layout.largest))
@@ -399,11 +407,14 @@ class Walk:
     def rule(self, kernels: types.ModuleType) -> Any:
         """The numbers that steer a walk."""
         config, lr, retention = self.config, self.tokens.lr, self.config.retention
+        block = self.height
+        if config.forms.apart:
+            block = max(ROWS, BLOCK // (self.width * lr.element_size()) // ROWS * ROWS)
         return kernels.Rule(
             lr.shape[2] if lr.dim() == 3 else 1, self.length, self.height, self.width, self.values, self.channels,
             self.cells, self.row, self.record, self.segment, int(self.by_channel), int(retention.uses_retain),
             int(config.decay_order == "before_gradient"), int(config.read == "before"), self.moving, int(self.linked),
-            int(self.gains), int(self.parts.plain), int(retention.centring), int(self.anchored),
+            int(self.gains), int(self.parts.plain), block, int(retention.centring), int(self.anchored),
         )  # fmt: skip
 
 
@@ -418,7 +429,8 @@ def walked(
     y = call.new(*shape, height)
     segments = call.count * -(-call.length // call.segment) if keeps else 0
     kept = [call.new(segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
-    scratch = [(5 + max(call.moving, 1)) * call.cells + call.spare, call.record + height + 2 * width]
+    room = 1 + call.moving if call.parts.plain else 5 + max(call.moving, 1)
+    scratch = [room * call.cells + call.spare, call.record + height + 2 * width]
     call.launch(False, (*states, y, *kept), scratch)
     return (y[..., :v], *call.cut(states)), tuple(kept)
 
@@ -443,7 +455,7 @@ def walked_vjp(
     count = call.segment * (2 if tokens.reset is not None else 1) + 1
     scratch = [
         count * cells, count * cells * call.moving, count * width**2 * call.gains, count * cells * call.linked,
-        7 * cells + call.spare, width**2 * call.gains, 4 * (height + width) + 2 + call.segment * call.record,
+        (0 if call.parts.plain else 7 * cells) + call.spare, width**2 * call.gains, 4 * (height + width) + 2 + call.segment * call.record,
     ]  # fmt: skip
     given = (padded(gy, height), *states, initial, gk, gq, gv, glr, gretain, gmomentum, gw, gvalue)
     call.launch(True, (*several(record), *given), scratch)

@@ -23,7 +23,7 @@ from hecate.engine.cpu.passes import (
     product_added, products_added, pulled_once, pulled_twice, regained, regained_back, scaled, summed, unwritten,
     written,
 )  # fmt: skip
-from hecate.engine.cpu.vectors import copy, fill, helper, number, out_of_line, part, per_vector
+from hecate.engine.cpu.vectors import call, copy, fill, helper, number, out_of_line, part, per_vector
 
 
 class Graph(NamedTuple):
@@ -53,7 +53,7 @@ def _evaluated(graph, act, ac, W, k, x):
             dots(W, o, V, P, x, a, x, at)
         elif op == 1:
             end = at + wide
-            act(x[a : a + wide], x[at:end], x[end : end + wide], x[end + wide : end + 2 * wide], size, ac)
+            call(act, (x[a : a + wide], x[at:end], x[end : end + wide], x[end + wide : end + 2 * wide], size, ac))
         elif op == 2:
             summed(x, a, x, b, x, at, wide)
         elif op == 3:
@@ -189,7 +189,7 @@ def weigh(rule, graph, do, X, W, x):
     for n in range(len(graph.nodes)):
         op, o, V, P, _, _, _, size, _, width = node(graph.nodes, n)
         if op == 0:
-            link(X[o : o + V * P], W[o : o + V * P], V, P, size, width, x, lc)
+            call(link, (X[o : o + V * P], W[o : o + V * P], V, P, size, width, x, lc))
 
 
 @helper
@@ -200,7 +200,7 @@ def unweigh(rule, graph, do, undo, X, W, GW, G, x):
         op, o, V, P, _, _, _, size, _, width = node(graph.nodes, n)
         if op == 0:
             end = o + V * P
-            link_back(X[o:end], W[o:end], GW[o:end], G[o:end], V, P, size, width, x, lc)
+            call(link_back, (X[o:end], W[o:end], GW[o:end], G[o:end], V, P, size, width, x, lc))
     fill(GW, 0.0)
 
 
@@ -234,7 +234,7 @@ def read_back(rule, graph, do, undo, W, q, gy, GW, gq, x):
 
 
 @helper
-def write(rule, graph, do, given, at, X, W, S, C, I, rv, rp, O, D, C2, record, g, z):
+def write(rule, graph, do, given, at, X, W, S, C, I, rv, rp, O, D, C2, record, g, z, y):
     """The state O, D after X, S, the gradient taken at W."""
     learn, bc, act, ac, _, _, _, _, _, _, _, _ = do
     keys, _, values, lr, _, momentum, _, _, _, _, _ = given
@@ -244,7 +244,7 @@ def write(rule, graph, do, given, at, X, W, S, C, I, rv, rp, O, D, C2, record, g
     x, f, u = _record(rule, record)
     last = nodes[len(nodes) - 1, 6]
     _evaluated(graph, act, ac, W, k, x)
-    learn(x[last : last + v.size], v, u, rule.values, bc)
+    call(learn, (x[last : last + v.size], v, u, rule.values, bc))
     fill(f, 0.0)
     for i in range(rule.values):
         f[last + i] = u[i]
@@ -295,7 +295,7 @@ def write_back(rule, graph, do, undo, given, at, X, W, S, direction, C, near, ow
     """VJP of `write`: cotangents of its key, value and gates, of G and H of the token before, and, added to GA, of the
     weights at which its gradient was taken."""
     (_, _, v, lr, _, momentum, _, _, _, _, _), learn_back, bc = given, undo[0], do[1]
-    (_, rp, _, _), (G, H, _, I, T), (_, _, grv, _, _, out), (gk, gv, _) = near, own, rows, to
+    (_, rp, _, _), (G, H, _, I, T), (_, _, grv, _, _, out), (gk, gv, _, _, _) = near, own, rows, to
     v, l, r, m = part(v, at, rule.height), lr[at], rp[0], momentum[at]
     nodes, floor = graph.nodes, graph.numbers[1]
     _, g, bv, bt, up, gbv, gbt, row = _rows(graph, rule)
@@ -311,7 +311,7 @@ def write_back(rule, graph, do, undo, given, at, X, W, S, direction, C, near, ow
     else:
         gl, gr, gm = _step_back(rule, nodes, X, S, I, T, G, H, x, f, l * short, r, m, g, up, row)
     _raised(nodes, W, x, f, up, g, row)
-    learn_back(x[last : last + v.size], v, u, up[last : last + v.size], row, gv, rule.values, bc)
+    call(learn_back, (x[last : last + v.size], v, u, up[last : last + v.size], row, gv, rule.values, bc))
     for j in range(rule.values):
         g[last + j] += row[j]
     if floor > 0:

@@ -2,14 +2,16 @@
 
 The rows of a matrix memory meet only in what its tokens share: keys, queries and gates. So four rows of a state stay in
 registers for a whole segment of tokens, then come the next four, and what the tokens' cotangents collect from them is
-summed up in memory. The arithmetic, the names and the arguments are those of `wide`, which serves wider rows; `width`
-is a tuple as long as a row has vectors. Where u does not look at the memory (bias dot), columns do not meet either, and
-wide rows go in tiles of that width.
+summed up in memory. `width` is a tuple as long as a row has vectors. Where u does not look at the memory (bias dot),
+columns do not meet either, and wide rows go in tiles of that width; other wide rows go through `walk`.
 
-The backward runs a segment forward once more, which pulls the reads back and keeps, for its four rows, what the walk in
-reverse needs: nothing for a hebbian memory.  Heads
-that lie side by side take turns, so that what one leaves of a page or a row of the cache is there for the next.
-[ENG-NUM-D1, ENG-NUM-V1]
+Names: M state, S momentum, G and H their cotangents, k, q, v as in `Tokens`; `o`, `to` are where four rows begin and P
+is the width of one. An array of size 0 is "not given"; None compiles a kernel without it: S (gradient descent), retain
+and errs, where u = -v (bias dot) in place of pred - v (l2).
+
+The backward runs a segment forward once more, which pulls the reads back and keeps, for its four rows, what the way
+back needs: nothing for a hebbian memory. Heads that lie side by side take turns, so that what one leaves of a page or a
+row of the cache is there for the next. [ENG-NUM-D1, ENG-NUM-V1]
 """
 
 from __future__ import annotations

@@ -101,6 +101,22 @@ def raw(_: Any, like: Any, address: Any) -> Any:
 
 
 @intrinsic
+def call(_: Any, address: Any, arguments: Any) -> Any:
+    """Calls the compiled function at an address, which returns nothing, with a tuple of arguments. numba takes tens of
+    microseconds to be handed a function as such."""
+    kinds = [types.unliteral(kind) for kind in arguments]
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = context.call_conv.get_function_type(types.none, kinds)
+        values = [builder.extract_value(args[1], index) for index in range(len(kinds))]
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        context.call_conv.call_function(builder, function, types.none, kinds, values)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.Tuple(kinds)), code
+
+
+@intrinsic
 def load(_: Any, array: Any, at: Any, width: Any) -> Any:
     """As many vectors from an array as the tuple `width` is long, or as the vector `width` has."""
 

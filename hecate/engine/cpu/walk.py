@@ -18,11 +18,9 @@ from typing import NamedTuple
 from numba import types
 from numba.extending import overload
 
-from hecate.engine.cpu import layers
-from hecate.engine.cpu.passes import added, regained, unwritten, written
-from hecate.engine.cpu.vectors import (
-    OPTIONS, ROWS, copy, fill, first_token, get, helper, inline, part, put, scores, times,
-)  # fmt: skip
+from hecate.engine.cpu import layers, plain
+from hecate.engine.cpu.passes import added
+from hecate.engine.cpu.vectors import OPTIONS, call, copy, fill, first_token, helper, inline, part
 
 
 class Rule(NamedTuple):
@@ -32,8 +30,8 @@ class Rule(NamedTuple):
     channels: without; cells: of a state; row: values of a graph; record: numbers of a token for its reverse; segment:
     tokens between kept states; by_channel: retain per phi channel; decays: a retain gate; ahead: the gradient sees the
     decayed memory; before: reads come first; moving: slots, the last of which is the direction; linked: the memory is a
-    link's; gains: keys are turned to gains; plain: a step is r X - lr u w^T, r of one number, and one pass;
-    centred: steps go without the mean of a row; anchored: towards the start.
+    link's; gains: keys are turned to gains; plain: writes are those of `plain`, which read, too; block: rows of such a
+    write that go together; centred: steps go without the mean of a row; anchored: towards the start.
     """
 
     heads: int
@@ -54,6 +52,7 @@ class Rule(NamedTuple):
     linked: int
     gains: int
     plain: int
+    block: int
     centred: int
     anchored: int
 
@@ -82,65 +81,68 @@ def _spread(rule, given, at, rv, rp):
 @inline
 def _read(rule, graph, do, W, q, y, x):
     """The prediction y of weights at q."""
-    do[2](W, q, y, rule.height, rule.width, x, do[3])
+    call(do[2], (W, q, y, rule.height, rule.width, x, do[3]))
 
 
 @inline
 def _read_back(rule, graph, do, undo, W, q, gy, GW, gq, x):
     """Its reverse."""
-    undo[1](W, q, gy, GW, gq, rule.height, rule.width, x, do[3])
+    call(undo[1], (W, q, gy, GW, gq, rule.height, rule.width, x, do[3]))
 
 
 @inline
 def _weigh(rule, graph, do, X, M, x):
     """Into M the weights of a state."""
-    do[8](X, M, rule.height, rule.width, rule.values, rule.channels, x, do[9])
+    call(do[8], (X, M, rule.height, rule.width, rule.values, rule.channels, x, do[9]))
 
 
 @inline
 def _unweigh(rule, graph, do, undo, X, M, GM, G, x):
     """Hands the cotangent GM of a state's weights to G, that of the state, and clears it."""
-    undo[4](X, M, GM, G, rule.height, rule.width, rule.values, rule.channels, x, do[9])
+    call(undo[4], (X, M, GM, G, rule.height, rule.width, rule.values, rule.channels, x, do[9]))
     fill(GM, 0.0)
 
 
 @inline
 def _decay(rule, graph, do, X, I, zero, rv, rp, Y, x):
     """Into Y the decayed state."""
-    do[6](X, zero, rv, rp, Y, rule.height, rule.width, rule.values, rule.channels, x, do[7])
+    call(do[6], (X, zero, rv, rp, Y, rule.height, rule.width, rule.values, rule.channels, x, do[7]))
 
 
 @inline
-def _write(rule, graph, do, given, at, X, M, S, C, I, rv, rp, O, D, C2, record, g, x):
+def _write(rule, graph, do, given, at, X, M, S, C, I, rv, rp, O, D, C2, record, g, x, y):
     """The state O, D, C2 after X, S, C, the gradient taken at M, and a record of the token: its u and prediction. The
-    last of D is the direction."""
+    last of D is the direction. A plain write leaves its read in y, if there is one."""
+    if rule.plain:
+        plain.write(rule, do, given, at, X, S, C, rp, O, D, C2, record, g, x, y)
+        return
     learn, bc, predict, pc, descend, dc, step, sc, _, _, gain, gc = do
     keys, _, v, lr, _, momentum, _, _, others, _, _ = given
     V, P = rule.height, rule.width
-    k, w, u, p, o = part(keys, at, P), part(others, at, P), part(record, 0, V), part(record, 1, V), at - at
+    k, w, u, p = part(keys, at, P), part(others, at, P), part(record, 0, V), part(record, 1, V)
     # The order of the token loop: predict, learn, the key's gain, descend, step.
-    predict(M, k, p, V, P, x, pc)
-    learn(p, part(v, at, V), u, rule.values, bc)
+    call(predict, (M, k, p, V, P, x, pc))
+    call(learn, (p, part(v, at, V), u, rule.values, bc))
     if rule.gains:
-        gain(C, k, g, C2, P, rule.channels, x, gc)
+        call(gain, (C, k, g, C2, P, rule.channels, x, gc))
         w = g
-    if rule.plain:
-        written(X, None, O, None, part(X, o, o), o, V, P, u, o, w, o, lr[at], rp[0], lr[at])
-    else:
-        descend(M, S, u, w, lr[at], momentum[at], D, V, P, rule.values, rule.channels, x, dc)
-        step(X, part(D, _last(rule), V * P), rv, rp, O, V, P, rule.values, rule.channels, x, sc)
+    call(descend, (M, S, u, w, lr[at], momentum[at], D, V, P, rule.values, rule.channels, x, dc))
+    call(step, (X, part(D, _last(rule), V * P), rv, rp, O, V, P, rule.values, rule.channels, x, sc))
 
 
 @inline
 def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, own, more, GA, record, rows, to, x):
     """The reverse of `_write`."""
+    if rule.plain:
+        plain.write_back(rule, do, undo, given, at, A, S, C, near, own, record, rows, to, x)
+        return
     keys, _, v, lr, _, momentum, _, _, others, _, _ = given
     _, bc, _, pc, descend, dc, _, sc, _, _, gain, gc = do
     learn_back, predict_back, descend_back, step_back, _, gain_back = undo
     (_, GY, Y, YM, _, zero, D), (rv, rp, g, spare), (G, H, GC, _, _) = more, near, own
-    (gu, gp, grv, gg, grp, out), (gk, gv, gw) = rows, to
-    V, P, p = rule.height, rule.width, rule.channels
-    k, w, u, o = part(keys, at, P), part(others, at, P), part(record, 0, V), at - at
+    (gu, gp, grv, gg, grp, out), (gk, gv, gw, _, _) = rows, to
+    V, P, p, o = rule.height, rule.width, rule.channels, at - at
+    k, w, u = part(keys, at, P), part(others, at, P), part(record, 0, V)
     if rule.ahead:
         # The gradient met the decayed state Y, not A: what it sends there goes through the decay below.
         fill(GY, 0.0)
@@ -148,35 +150,24 @@ def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, o
             GA = GY
     if rule.gains:
         # The new matrix is not wanted: it goes where the next token's cotangents are cleared.
-        gain(C, k, g, spare, P, p, x, gc)
+        call(gain, (C, k, g, spare, P, p, x, gc))
         fill(gg, 0.0)
         w, gw = g, gg
-    if rule.plain:
-        l, by_w, none = lr[at], part(x, 0, P), part(A, o, o)
-        fill(by_w, 0.0)
-        grv[0], gl = unwritten(G, None, A, None, none, none, o, V, P, u, o, w, o, gu, o, by_w, o, rp[0], l)
-        for r in range(0, V, ROWS):
-            d = get(gu, r)
-            gl -= scores(get(u, r), d)
-            put(gu, r, times(-l, d))
-        out[0] = gl
-        regained(gw, by_w, -l)
-    else:
-        # Without a momentum the direction is not kept, and made once more.
-        if not rule.moving:
-            descend(W, S, u, w, lr[at], momentum[at], D, V, P, rule.values, p, x, dc)
-        GD = part(H, _last(rule), V * P)
-        step_back(A, direction, rv, rp, G, GD, grv, grp, rule.moving, V, P, rule.values, p, x, sc)
-        fill(out, 0.0)
-        descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, rule.values, p, x, dc)
+    # Without a momentum the direction is not kept, and made once more.
+    if not rule.moving:
+        call(descend, (W, S, u, w, lr[at], momentum[at], D, V, P, rule.values, p, x, dc))
+    GD = part(H, _last(rule), V * P)
+    call(step_back, (A, direction, rv, rp, G, GD, grv, grp, rule.moving, V, P, rule.values, p, x, sc))
+    fill(out, 0.0)
+    call(descend_back, (W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, rule.values, p, x, dc))
     if rule.gains:
-        gain_back(C, k, GC, gg, gk, P, p, x, gc)
-    learn_back(part(record, 1, V), part(v, at, V), u, gu, gp, gv, rule.values, bc)
-    predict_back(W, k, gp, GA, gk, V, P, x, pc)
+        call(gain_back, (C, k, GC, gg, gk, P, p, x, gc))
+    call(learn_back, (part(record, 1, V), part(v, at, V), u, gu, gp, gv, rule.values, bc))
+    call(predict_back, (W, k, gp, GA, gk, V, P, x, pc))
     if rule.ahead:
         if rule.linked:
             unweigh(rule, graph, do, undo, Y, YM, GA, GY, x)
-        step_back(A, zero, rv, rp, GY, D, grv, grp, 0, V, P, rule.values, p, x, sc)
+        call(step_back, (A, zero, rv, rp, GY, D, grv, grp, 0, V, P, rule.values, p, x, sc))
         added(GY, o, G, o, G.size)
 
 
@@ -220,9 +211,11 @@ def forward(
     heads, T, V, P, segment, linked = rule.heads, rule.length, rule.height, rule.width, rule.segment, rule.linked
     # Scratch space is one array, cut up here: a kernel allocates nothing.
     cells, square, segments = rule.cells, P * P, (T + segment - 1) // segment
-    A, M, zero = part(states, 0, cells), part(states, 1, cells), part(states, 2, cells)
-    Y, YM, rest = part(states, 3, cells), part(states, 4, cells), states[5 * cells :]
-    D, x = part(rest, 0, max(rule.moving, 1) * cells), rest[max(rule.moving, 1) * cells :]
+    # A plain write needs of these states no more than A and its momentum.
+    one = 1 - rule.plain
+    A, M, zero = part(states, 0, cells), part(states, one, cells), part(states, 2 * one, cells)
+    Y, YM, rest = part(states, 3 * one, cells), part(states, 4 * one, cells), states[(1 + 4 * one) * cells :]
+    D, x = part(rest, 0, max(rule.moving, one) * cells), rest[max(rule.moving, one) * cells :]
     record, wide = part(rows, 0, rule.record), rows[rule.record :]
     g, rp, rv = part(wide, 0, P), part(wide, 1, P), wide[2 * P :]
     fill(rv, 1.0)
@@ -243,19 +236,20 @@ def forward(
                 weigh(rule, graph, do, A, M, x)
                 known = True
             W, writes = M if linked else A, write.size == 0 or write[at]
-            if rule.before or not writes:
-                read(rule, graph, do, W, part(q, at, P), part(y, at, V), x)
+            answer = part(y, at, V)
+            if rule.before and not rule.plain or not writes:
+                read(rule, graph, do, W, part(q, at, P), answer, x)
             if not writes:
                 continue
             _spread(rule, given, at, rv, rp)
-            if rule.ahead:
+            if rule.ahead and not rule.plain:
                 W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
             # In place: every part has read a number before it writes it, and M of a linked state is apart.
-            write_token(rule, graph, do, given, at, A, W, D, own, I, rv, rp, A, D, own, record, g, x)
+            write_token(rule, graph, do, given, at, A, W, D, own, I, rv, rp, A, D, own, record, g, x, answer)
             if linked:
                 weigh(rule, graph, do, A, M, x)
-            if not rule.before:
-                read(rule, graph, do, M if linked else A, part(q, at, P), part(y, at, V), x)
+            if not (rule.before or rule.plain):
+                read(rule, graph, do, M if linked else A, part(q, at, P), answer, x)
         _leave(rule, A, D, own, X, S, C, n)
 
 
@@ -320,12 +314,11 @@ def _replay(rule, graph, do, given, n, start, end, states, more, near, marks, re
                 S, N = part(states_S, s, slots), part(states_S, s + 1, slots)
             if rule.linked:
                 W = part(states_M, s, cells)
-            if rule.ahead:
+            if rule.ahead and not rule.plain:
                 W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
             s += 1
-            write_token(
-                rule, graph, do, given, at, A, W, S, C, I, rv, rp, O, N, C2, part(records, i, rule.record), g, x
-            )  # fmt: skip
+            record, unread = part(records, i, rule.record), x[:0]
+            write_token(rule, graph, do, given, at, A, W, S, C, I, rv, rp, O, N, C2, record, g, x, unread)
             if rule.linked:
                 weigh(rule, graph, do, O, part(states_M, s, cells), x)
         marks[segment + i] = s
@@ -349,7 +342,7 @@ def _unwrite(rule, graph, do, undo, given, at, a, b, states, more, near, own, re
         unweigh(rule, graph, do, undo, part(states_X, b, cells), part(states_M, b, cells), GM, G, x)
         W, GA = part(states_M, a, cells), GM
     _spread(rule, given, at, rv, rp)
-    if rule.ahead:
+    if rule.ahead and not rule.plain:
         W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
     fill(grv, 0.0)
     fill(grp, 0.0)
@@ -381,7 +374,8 @@ def _restart_back(rule, g_initial, G, H, own):
     o = rule.heads - rule.heads  # a literal would be compiled for
     added(G, o, g_initial, o, G.size)
     fill(G, 0.0)
-    fill(H, 0.0)
+    if rule.moving:
+        fill(H, 0.0)
     if rule.gains:
         fill(own, 0.0)
 
@@ -404,7 +398,7 @@ def backward(
         GM, part(many, 1, cells), part(many, 2, cells), part(many, 3, cells), loose, part(many, 5, cells),
         part(many, 6, cells),
     )  # fmt: skip
-    x, wide = many[7 * cells :], rows[4 * V :]
+    x, wide = many[(0 if rule.plain else 7) * cells :], rows[4 * V :]
     rv, gu, gp, grv = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), part(rows, 3, V)
     rp, g, gg, grp, rest = part(wide, 0, P), part(wide, 1, P), part(wide, 2, P), part(wide, 3, P), wide[4 * P :]
     out, records, near = part(rest, 0, 2), rest[2:], (rv, rp, g, spare)
@@ -415,7 +409,8 @@ def backward(
         I, GI = (part(initial, n, cells), part(g_initial, n, cells)) if rule.anchored else (initial[:0], g_initial[:0])
         if rule.moving:
             H = part(GS, n, rule.moving * cells)
-        fill(GM, 0.0)
+        if rule.linked:
+            fill(GM, 0.0)
         GW, weights = (GM, states_M) if rule.linked else (G, states_X)
         for index in range(segments - 1, -1, -1):
             start, end, place = index * segment, min(T, (index + 1) * segment), n * segments + index
@@ -429,16 +424,16 @@ def backward(
                 writes, query = write.size == 0 or write[at], part(q, at, P)
                 gquery, gout = part(gq, at, P), part(gy, at, V)
                 if writes:
-                    if not rule.before:
+                    if not (rule.before or rule.plain):
                         read_back(rule, graph, do, undo, part(weights, b, cells), query, gout, GW, gquery, x)
                     key = part(gk, at, P)
-                    to = (key, part(gv, at, V), part(gw, at, P) if gw.size > 0 else key)
+                    to = (key, part(gv, at, V), part(gw, at, P) if gw.size > 0 else key, gquery, gout)
                     _unwrite(
                         rule, graph, do, undo, given, at, a, b, states, more, near, (G, H, GC_n, I, GI),
                         part(records, i, rule.record), (gu, gp, grv, gg, grp, out), to, x,
                     )  # fmt: skip
                     _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept)
-                if rule.before or not writes:
+                if rule.before and not rule.plain or not writes:
                     read_back(rule, graph, do, undo, part(weights, a, cells), query, gout, GW, gquery, x)
                 if reset.size > 0 and reset[at]:
                     if rule.linked:
