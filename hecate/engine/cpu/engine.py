@@ -184,7 +184,7 @@ def _vectors(config: MemoryConfig, keys: Tensor) -> int | None:
 
 
 class Scan:
-    """The inputs of one call, ready for `registers`: states `[N, V, P]` (slot None without momentum) and tokens in either
+    """The inputs of one call for `registers`: states `[N, V, P]` (slot None without momentum) and tokens in either
     layout, `[B, T, H, *]` or `[N, T, *]`.
 
     Attributes:

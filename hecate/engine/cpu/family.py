@@ -1,8 +1,8 @@
 """The general kernel of the compiled engine: one walk over tokens, and the parts that a memory brings to it.
 
-For matrix and slot memories under any bias, retention and algorithm that names a form, with every gate, and rows of any
-width: all that the kernels of `Scan` cannot run. A part and a walk are compiled once per float type, each by itself, and kept on disk; see
-`parts`. [ENG-NUM-D8]
+For matrix and slot memories under any bias, retention and algorithm that names a form, with every gate and rows of any
+width: all that the kernels of `Scan` cannot run. A part and a walk are compiled once per float type, each by itself,
+and kept on disk; see `parts`. [ENG-NUM-D8]
 """
 
 from __future__ import annotations
@@ -271,9 +271,9 @@ def functions_of(name: str, parts: Parts, back: bool, dtype: Any) -> list[Any]:
     ]  # fmt: skip
     run, *code = ready(((name, (), name, back), *wanted), dtype)
     built: dict[Any, Any] = {}
-    for (_, _, place, way), kernel in zip(wanted, code, strict=True):
+    for (_, _, at, way), kernel in zip(wanted, code, strict=True):
         (result,) = kernel.overloads.values()
-        built[place, way] = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
+        built[at, way] = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
     numbers: dict[Any, Any] = {place: np.array(part.numbers, dtype) for place, part in places}
     functions = [run]
     for place in WALKS[name]:
@@ -455,7 +455,8 @@ def walked_vjp(
     count = call.segment * (2 if tokens.reset is not None else 1) + 1
     scratch = [
         count * cells, count * cells * call.moving, count * width**2 * call.gains, count * cells * call.linked,
-        (0 if call.parts.plain else 7 * cells) + call.spare, width**2 * call.gains, 4 * (height + width) + 2 + call.segment * call.record,
+        (0 if call.parts.plain else 7 * cells) + call.spare, width**2 * call.gains,
+        4 * (height + width) + 2 + call.segment * call.record,
     ]  # fmt: skip
     given = (padded(gy, height), *states, initial, gk, gq, gv, glr, gretain, gmomentum, gw, gvalue)
     call.launch(True, (*several(record), *given), scratch)

@@ -163,7 +163,8 @@ def write_back(rule, do, undo, given, at, A, S, C, near, own, record, rows, to, 
             _spread(A, G, None, c, end, P, u, l, seen, rp, m, gp, q, gy, found, rule.before)
     by_one = filled(k, 0.0)
     for j in range(0, P, per_vector(k)):
-        r, by_q, by_r, by_k = load(rp, j, ONE), load(found, j, ONE), load(found, P + j, ONE), load(found, 3 * P + j, ONE)
+        r, by_q = load(rp, j, ONE), load(found, j, ONE)
+        by_r, by_k = load(found, P + j, ONE), load(found, 3 * P + j, ONE)
         if rule.ahead:
             by_r, by_k = mad(load(k, j, ONE), by_k, by_r), mul(r, by_k)
         # A read behind the write met r A + m S - l u w^T.

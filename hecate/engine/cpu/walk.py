@@ -237,7 +237,7 @@ def forward(
                 known = True
             W, writes = M if linked else A, write.size == 0 or write[at]
             answer = part(y, at, V)
-            if rule.before and not rule.plain or not writes:
+            if (rule.before and not rule.plain) or not writes:
                 read(rule, graph, do, W, part(q, at, P), answer, x)
             if not writes:
                 continue
@@ -433,7 +433,7 @@ def backward(
                         part(records, i, rule.record), (gu, gp, grv, gg, grp, out), to, x,
                     )  # fmt: skip
                     _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept)
-                if rule.before and not rule.plain or not writes:
+                if (rule.before and not rule.plain) or not writes:
                     read_back(rule, graph, do, undo, part(weights, a, cells), query, gout, GW, gquery, x)
                 if reset.size > 0 and reset[at]:
                     if rule.linked:
