@@ -274,7 +274,7 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint, where: str) -> None:
         """Continues from a checkpoint of the same experiment; `where` names it in errors."""
         facts = run_facts(checkpoint.facts, where)
-        refuse_other_config(facts.config, self.config, where)
+        refuse_other_config(checkpoint, self, where)
         if facts.step > self.config.budget.steps:
             raise CheckpointError(
                 f"{where} is at step {facts.step}, beyond budget.steps={self.config.budget.steps}; "
