@@ -197,7 +197,7 @@ def _names_of(found: Sequence[Difference]) -> list[str]:
 
 
 def _cure(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str], where: str) -> str:
-    """What can be done about settings that differ: `--allow` with these names if the checkpoint then fits the run."""
+    """A remedy for settings that differ: `--allow` with these names if the checkpoint then fits the run."""
     model, stored = trainer.model, checkpoint.tensors
     try:
         facts = run_facts(allowing(checkpoint, trainer, names)[0].facts, where)
