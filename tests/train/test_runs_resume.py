@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from hecate.distributed import ParallelConfig, start
 from hecate.errors import CheckpointError, ConfigError, HecateError
-from hecate.train import Hooks, Trainer, checkpoints, load_checkpoint, load_experiment, run_experiment
+from hecate.train import Hooks, Trainer, checkpoints, load_checkpoint, load_experiment, open_model, run_experiment
 from hecate.train.display import Display
 from hecate.train.loggers import read_metrics
 from hecate.train.state import allowing
@@ -117,6 +117,23 @@ def test_other_data_may_be_allowed(tmp_path):
         run(configs[1], tmp_path / "run", resume=True)
     _, said = run(configs[1], tmp_path / "run", resume=True, allow=["data.paths"])
     assert "allowed: data.paths was [" in said and last(tmp_path / "run").facts["step"] == 20
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1", "CKPT-PRUNE-D1", "TRAIN-RUN-D4")
+def test_the_best_checkpoint_is_the_best_on_the_data_that_the_run_is_on(tmp_path):
+    text = {"a": "a" * 400, "b": "".join(map(str, range(500)))}  # nothing on b is as easy as all of a
+    for name, content in text.items():
+        (tmp_path / f"{name}.txt").write_text(content)
+    for name, steps, allow in (("a", 10, []), ("b", 30, ["data.paths"])):
+        config = tiny(data={"kind": "text", "paths": [str(tmp_path / f"{name}.txt")]}, sample={"tokens": 2},
+                      budget={"seq_len": 8, "steps": steps}, optim={"lr": 0.1})  # fmt: skip
+        run(config, tmp_path / "run", resume=name == "b", allow=allow)
+    evals = {
+        r["step"]: r["validation_loss"] for r in read_metrics(tmp_path / "run/metrics.jsonl") if r["event"] == "eval"
+    }
+    steps = [path.name for path in checkpoints(tmp_path / "run/checkpoints")]
+    assert evals[10] > min(evals[20], evals[30]) and "step_00000010" not in steps  # scored anew on b at step 10
+    assert open_model(tmp_path / "run").step == min((20, 30), key=evals.__getitem__)
 
 
 @pytest.mark.spec("CKPT-ALLOW-D1")
