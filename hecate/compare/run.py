@@ -88,6 +88,7 @@ class _Work:
     say: Say
     lock: int
     known: dict[str, Row] = field(default_factory=dict)
+    data: dict[str, tuple[str, str]] = field(default_factory=dict)
     running: dict[subprocess.Popen[bytes], _Job] = field(default_factory=dict)
 
     def results(self, jobs: Sequence[_Job], at_once: int) -> list[Row]:
@@ -96,6 +97,8 @@ class _Work:
         for job in jobs:
             self._prepare(job)
         waiting = deque(job for job in jobs if not self._done(job))
+        for job in jobs:
+            self._check_data(job)
         began, missing, done = time.monotonic(), len(waiting), 0
         try:
             while waiting or self.running:
@@ -107,6 +110,7 @@ class _Work:
                     job = self.running.pop(process)
                     self._finish(process, job)
                     self._keep(job)
+                    self._check_data(job)
                     done += 1
                     eta = duration((time.monotonic() - began) * (missing - done) / done)
                     self.say(f"[{done + len(jobs) - missing}/{len(jobs)}] {job.name}: {self._summary(job)}; ETA {eta}")
@@ -158,6 +162,18 @@ class _Work:
             return _check_result(read_json(read_whole(path)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; delete it and its run is finished anew") from None
+
+    def _check_data(self, job: _Job) -> None:
+        """Refuses a run on other data than one before it with the same settings: their losses cannot be compared."""
+        found = self._read_result(job).get("data_sha256")  # older results have none
+        if found is None:
+            return
+        before, name = self.data.setdefault(job.config.data.model_dump_json(), (found, job.name))
+        if found != before:
+            raise ConfigError(
+                f"the data changed between the runs of cells {name} and {job.name}, so that their losses are not of "
+                "the same tokens; choose another --out"
+            )
 
     def _keep(self, job: _Job) -> None:
         """Adds the result of a run to the records, which suffice to continue without the folders of finished runs."""
@@ -492,19 +508,24 @@ PILOT, POINTS = 4, 32
 def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
     """Trains, continuing an unfinished run, and writes the result; returns the exit status of the process."""
     make_folder(folder)
+    source, resume = config.data.load(), (folder / "config.yaml").exists()
     try:
-        outcome = run_experiment(config, folder, resume=(folder / "config.yaml").exists(), display=Display(quiet=True))
+        outcome = run_experiment(config, folder, resume=resume, source=source, display=Display(quiet=True))
+        if outcome.signal is not None or outcome.score is None:
+            return 128 + (outcome.signal or 0)
+        if not math.isfinite(outcome.score.loss):  # the last steps broke the model, and none came to notice
+            raise NonFiniteError(f"the validation loss is {outcome.score.loss}")
     except NonFiniteError as error:  # divergence is a result, too
-        write_file(folder / RESULT, json.dumps({"status": "diverged", "reason": str(error)}) + "\n")
+        lost = {"status": "diverged", "reason": str(error), "data_sha256": source.fingerprint}
+        write_file(folder / RESULT, json.dumps(lost) + "\n")
         return 0
-    if outcome.signal is not None or outcome.score is None:
-        return 128 + (outcome.signal or 0)
     records = read_metrics(folder / "metrics.jsonl")
     speeds = column(records, "train", "tokens_per_second")
     facts: dict[str, Any] = {
         "status": "finished", "loss": outcome.score.loss, outcome.metric: outcome.score.value(outcome.metric),
         "metric": outcome.metric, "tokens_per_second": statistics.median(speeds or [math.nan]),
         "seconds": max((record.get("elapsed", 0.0) for record in records), default=0.0), "curve": curve(records),
+        "data_sha256": source.fingerprint,
     }  # fmt: skip
     if positions:
         trainer, _ = open_run(folder, "newest")

@@ -417,10 +417,20 @@ def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", 
 
 
 def best_checkpoint(folder: Path, better: str = "validation_loss") -> Path | None:
-    """The readable checkpoint with the lowest metric `better`, the newest of equals."""
-    scored = [(content.facts.get("metrics", {}).get(better), path) for path, content in _readable(folder).items()]
+    """The readable checkpoint with the lowest metric `better`, the newest of equals, among those on the data and the
+    sequence length of the newest one: losses on others are of other tokens. [CKPT-PRUNE-D1]"""
+    contents = _readable(folder)
+    last = [data_of(content.facts) for content in contents.values()][-1:]
+    alike = {path: content for path, content in contents.items() if data_of(content.facts) in last}
+    scored = [(content.facts.get("metrics", {}).get(better), path) for path, content in alike.items()]
     known = [(value, path) for value, path in scored if value is not None]
     return min(reversed(known), key=lambda item: item[0])[1] if known else None
+
+
+def data_of(facts: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The fingerprint of the data that a checkpoint was scored on, and its sequence length; empty if unknown."""
+    cursor = facts.get("cursor")
+    return tuple(cursor.get(name) for name in ("fingerprint", "seq_len")) if isinstance(cursor, dict) else ()
 
 
 def read_manifest(folder: Path) -> Content | ShardedContent:

@@ -28,6 +28,7 @@ from hecate.data.shards import TOKENIZER
 from hecate.distributed import World
 from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
 from hecate.files import commit_of, make_folder, refusing, sweep, write_file
+from hecate.train.checkpoint import data_of
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Progress, Signals
@@ -255,9 +256,12 @@ class _Run:
             path, checkpoint, skipped = newest
             for item in skipped:
                 self.display.say(f"skipped {item.path.name}: {item.reason}")
+            scored = data_of(checkpoint.facts)
             checkpoint, self.changed = allowing(checkpoint, self.trainer, self.allow)
             self.trainer.restore(checkpoint, str(path))
-            self.saved = (self.trainer.step, checkpoint.facts["metrics"])
+            # A score on other data is none of this run's.
+            metrics = checkpoint.facts["metrics"] if scored == data_of(checkpoint.facts) else {}
+            self.saved = (self.trainer.step, metrics)
             done = self.trainer.step >= self.trainer.config.budget.steps
             more = ", the last of its budget: --steps N trains on" if done else ""
             self.display.say(f"resumed from {path} at step {self.trainer.step}{more}")

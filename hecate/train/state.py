@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import reduce
 from itertools import chain, islice
 from operator import getitem
@@ -161,30 +161,54 @@ def run_facts(facts: Mapping[str, Any], where: str) -> RunFacts:
         raise CheckpointError(f"{where} is not valid: {error.line}; use an earlier checkpoint") from None
 
 
-def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, where: str) -> None:
-    """Refuses a checkpoint whose settings differ from the run's, naming them with both values."""
-    expected, fault = config.model_dump(mode="json"), None
+def refuse_other_config(checkpoint: Checkpoint, trainer: Restorable, where: str) -> None:
+    """Refuses a checkpoint whose settings differ from the run's, naming them with both values, and what can be done."""
+    saved, fault = checkpoint.facts["config"], None
+    expected = trainer.config.model_dump(mode="json")
     try:
         saved = ExperimentConfig.model_validate(saved).model_dump(mode="json")
     except ConfigError as error:  # a kind that is not registered here, or not a config
         fault = error
-    for part in _MUST_MATCH:
-        found = differences(saved.get(part, _MISSING), expected[part], part)
-        if not found:
-            continue
-        first, lines = found[0], list(map(str, found))
-        if kinds := [item for item in found if item.path == "optim.optimizer.kind"]:
+    found = {part: differences(saved.get(part, _MISSING), expected[part], part) for part in _MUST_MATCH}
+    if every := list(chain(*found.values())):
+        lines = list(map(str, every))
+        if kinds := [item for item in every if item.path == "optim.optimizer.kind"]:
             what = f"optimizer {kinds[0].there!r}, this run has {kinds[0].here!r}"
         else:
             more = f"; and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
-            what = f"another {part!r} ({'; '.join(lines[:_SHOWN])}{more})"
-        other = bool(kinds) or _MISSING in (first.there, first.here)
-        cure = f"let settings differ by name, such as --allow {part if other else first.path}"
-        if other and part == "optim":  # another optimiser, or other groups, which no name allows
-            cure = "start another run with its parameters, by init_from"
+            parts = " and ".join(repr(part) for part in _MUST_MATCH if found[part])
+            what = f"another {parts} ({'; '.join(lines[:_SHOWN])}{more})"
+        cure = _cure(checkpoint, trainer, [] if fault else _names_of(every), where)
         raise CheckpointError(f"{where} was trained with {what}; resume with the config of its run folder, or {cure}")
     if fault is not None:
         raise CheckpointError(f"{where} has a config that is not valid: {fault}; use an earlier checkpoint")
+
+
+def _names_of(found: Sequence[Difference]) -> list[str]:
+    """The names to `--allow` for all that differs: of what holds a setting if one side lacks it, of all periods if one
+    differs, as the names of parameters have dots, and of whole parts if there are many."""
+    names = dict.fromkeys(
+        "optim.periods" if _within("optim.periods", path) else path.rpartition(".")[0] if _MISSING in values else path
+        for path, *values in found
+    )
+    if len(names) > _SHOWN:
+        names = dict.fromkeys(name.partition(".")[0] for name in names)
+    return [name for name in names if not any(other != name and _within(other, name) for other in names)]
+
+
+def _cure(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str], where: str) -> str:
+    """A remedy for settings that differ: `--allow` with these names if the checkpoint then fits the run."""
+    model, stored = trainer.model, checkpoint.tensors
+    try:
+        facts = run_facts(allowing(checkpoint, trainer, names)[0].facts, where)
+        _fitting(model, list(trainer.optimizers.values()), stored, facts.optimizer, where)
+        fits = bool(names)
+    except CheckpointError:
+        fits = False
+    if fits:
+        return f"let settings differ by name: --allow {','.join(names)}"
+    common = [stored[f"model/{n}"].shape == x.shape for n, x in model.state_dict().items() if f"model/{n}" in stored]
+    return "start another run" + (" with its parameters, by init_from" if common and all(common) else "")
 
 
 class Difference(NamedTuple):
@@ -235,6 +259,17 @@ def unpack(
     """Loads the result of `pack` into a model and its optimisers; `CheckpointError` names the first part that does not
     fit."""
     optimizers = list(optimizers)
+    saved, states = _fitting(model, optimizers, tensors, facts, where)
+    with _fits(where):
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+    model.load_state_dict(saved)
+
+
+def _fitting(
+    model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor], facts: OptimizerFacts, where: str
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """The state dicts of a model and its optimisers, checked and not loaded yet."""
     if facts.optimizer != _class_names(optimizers):
         raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_class_names(optimizers)}")
     group_names = [names for optimizer in optimizers for names in _parameter_names(model, optimizer)]
@@ -246,14 +281,18 @@ def unpack(
     # By name: another version may have registered the same parameters in another order.
     groups = iter([{**group, "params": names} for group, names in zip(facts.groups, group_names, strict=True)])
     saved = model_state(model, tensors, where)
+    with _fits(where):
+        return saved, [_state(o, list(islice(groups, len(o.param_groups))), entries) for o in optimizers]
+
+
+@contextmanager
+def _fits(where: str) -> Iterator[None]:
+    """Context in which what an optimiser refuses is a `CheckpointError`."""
     try:
-        states = [_state(o, list(islice(groups, len(o.param_groups))), entries) for o in optimizers]
-        for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+        yield
     except (HecateError, ValueError) as error:
         why = error.line if isinstance(error, HecateError) else error
         raise CheckpointError(f"{where} does not fit this run's optimiser: {why}") from None
-    model.load_state_dict(saved)
 
 
 def _sort_names(names: Any) -> Any:
@@ -335,7 +374,8 @@ def _check_options(path: str, saved: Mapping[str, Any], expected: Mapping[str, A
     lr, elapsed = saved.get("lr"), saved.get("elapsed", 0)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
         lines.append(f"{path}.lr must be a finite number >= 0, got {shorten(lr)}")
-    if type(elapsed) is not int or not 0 <= elapsed < expected.get("period", 1):
+    # A window may be longer than the period: it began under a longer one, and the next step commits it.
+    if type(elapsed) is not int or elapsed < 0 or (elapsed and "period" not in expected):
         lines.append(f"{path}.elapsed must be within a period, got {elapsed!r}")
     if lines:
         raise ConfigError("; ".join(lines))

@@ -29,7 +29,7 @@ from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig, PartialKind, is_vector
 from hecate.train.estimate import check_weights
 from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, generate, resets_of, solved_example
-from hecate.train.state import Carried, alike, pack, refuse_other_config, run_facts, unpack
+from hecate.train.state import CURSOR, Carried, alike, pack, refuse_other_config, run_facts, unpack
 
 
 class StepResult(NamedTuple):
@@ -274,7 +274,7 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint, where: str) -> None:
         """Continues from a checkpoint of the same experiment; `where` names it in errors."""
         facts = run_facts(checkpoint.facts, where)
-        refuse_other_config(facts.config, self.config, where)
+        refuse_other_config(checkpoint, self, where)
         if facts.step > self.config.budget.steps:
             raise CheckpointError(
                 f"{where} is at step {facts.step}, beyond budget.steps={self.config.budget.steps}; "
@@ -292,7 +292,10 @@ class Trainer:
         try:
             self.loader.load_state_dict(facts.cursor)
         except DataError as error:
-            raise CheckpointError(f"{where}: {error}") from None
+            here, settings = self.loader.state_dict(), {**CURSOR, "fingerprint": "data"}
+            names = [setting for entry, setting in settings.items() if facts.cursor.get(entry) != here[entry]]
+            more = f", or --allow {','.join(names)}" if names and not self.source.carries else ""
+            raise CheckpointError(f"{where}: {error}{more}") from None
         carried, budget = Carried(), self.config.budget
         if self.source.carries and facts.step:
             rows = self.world.rows(budget.batch_size)

@@ -25,6 +25,7 @@ from hecate.compare.statistics import critical, paired, tail
 from hecate.data import Loader
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.train import Trainer, load_experiment
+from hecate.train.evaluate import Score
 
 TINY = """
 name: tiny
@@ -266,6 +267,31 @@ def test_what_diverges_beyond_its_length_keeps_its_loss(base: str, tmp_path: Pat
     found = json.loads((tmp_path / "run" / "result.json").read_text())
     assert found["status"] == "finished" and found["loss"] > 0
     assert found["positions"] is None and "non-finite" in found["positions_reason"]
+
+
+@pytest.mark.spec("COMPARE-LR-D1")
+def test_a_run_that_ends_without_a_finite_loss_has_diverged(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Trainer, "evaluate", lambda _: Score(math.nan, 0.0, 1))  # as after a last step that is too long
+    cell, _ = cells_of([base], ["memory=delta,gated_delta"], ["budget.steps=1"])
+    assert runs.run(cell.config, tmp_path / "run", positions=0) == 0
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found["status"] == "diverged" and found["reason"] == "the validation loss is nan"
+
+
+@pytest.mark.spec("COMPARE-RESUME-D1", "COMPARE-PAIR-D1")
+def test_runs_on_data_that_changed_are_not_compared(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    (tmp_path / "base.yaml").write_text(TINY.replace(
+        "{kind: mqar, vocab_size: 16, num_pairs: 2, seq_len: 8}", f"{{kind: text, paths: [{text}]}}"
+    ).replace("eval_every", "seq_len: 8, eval_every"))  # fmt: skip
+    cells = cells_of([str(tmp_path / "base.yaml")], ["memory=delta,gated_delta"], ["sample.tokens=0"])
+    out, seed = tmp_path / "out", "steps-1-lr-0.003-seed-0"
+    for number, cell in enumerate(cells):
+        text.write_text(f"text {number} and another " * 40)
+        runs.run(cell.at(0, 1), out / "runs" / cell.folder / seed, positions=0)
+    told = f"^the data changed between the runs of cells memory=delta, {seed} and memory=gated_delta, {seed}, so"
+    with pytest.raises(ConfigError, match=told):
+        runs.compare(cells, out, budget=Budget(steps=1), seeds=1)
 
 
 @pytest.mark.spec("COMPARE-CURVE-D1")

@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from hecate.distributed import ParallelConfig, start
 from hecate.errors import CheckpointError, ConfigError, HecateError
-from hecate.train import Hooks, Trainer, checkpoints, load_checkpoint, load_experiment, run_experiment
+from hecate.train import Hooks, Trainer, checkpoints, load_checkpoint, load_experiment, open_model, run_experiment
 from hecate.train.display import Display
 from hecate.train.loggers import read_metrics
+from hecate.train.state import allowing
 from hecate.train.trained import begin_from
 from tests.ranks import run_ranks
 
@@ -42,8 +43,9 @@ def last(folder: Path):
 def test_a_setting_that_is_named_may_differ_and_is_told(tmp_path):
     run(tiny(**TEN), tmp_path / "run")
     other = tiny(optim={"lr": 1e-4, "weight_decay": 0.3})
-    for names, field in (((), "optim.lr"), (["optim.lr"], "optim.weight_decay"), (["optim.weight_decay"], "optim.lr")):
-        with pytest.raises(CheckpointError, match=rf"another 'optim' \({field} is .* --allow {field}$"):
+    both = "optim.lr,optim.weight_decay"
+    for names, fields in (((), both), (["optim.lr"], "optim.weight_decay"), (["optim.weight_decay"], "optim.lr")):
+        with pytest.raises(CheckpointError, match=rf"another 'optim' \({fields[:8]}.* --allow {fields}$"):
             run(other, tmp_path / "run", resume=True, allow=names)
     assert load_experiment(tmp_path / "run" / "config.yaml").optim.lr == 3e-3
     _, said = run(other, tmp_path / "run", resume=True, allow=["optim.lr", "optim.weight_decay"])
@@ -95,7 +97,9 @@ def test_what_is_equal_changes_no_bit(tmp_path):
 def test_another_batch_begins_where_nothing_was_read(tmp_path):
     run(tiny(**TEXT, budget={"steps": 10, "seq_len": 8}), tmp_path / "run")
     wider = tiny(**TEXT, budget={"batch_size": 12, "seq_len": 8})
-    with pytest.raises(CheckpointError, match="cursor has batch_size=4, this run has 12"):
+    with pytest.raises(
+        CheckpointError, match="cursor has batch_size=4, this run has 12.* or --allow budget.batch_size$"
+    ):
         run(wider, tmp_path / "run", resume=True, allow=["budget.seq_len"])
     run(wider, tmp_path / "run", resume=True, allow=["budget.batch_size"])
     cursor = last(tmp_path / "run").facts["cursor"]
@@ -115,6 +119,23 @@ def test_other_data_may_be_allowed(tmp_path):
         run(configs[1], tmp_path / "run", resume=True)
     _, said = run(configs[1], tmp_path / "run", resume=True, allow=["data.paths"])
     assert "allowed: data.paths was [" in said and last(tmp_path / "run").facts["step"] == 20
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1", "CKPT-PRUNE-D1", "TRAIN-RUN-D4")
+def test_the_best_checkpoint_is_the_best_on_the_data_that_the_run_is_on(tmp_path):
+    text = {"a": "a" * 400, "b": "".join(map(str, range(500)))}  # nothing on b is as easy as all of a
+    for name, content in text.items():
+        (tmp_path / f"{name}.txt").write_text(content)
+    for name, steps, allow in (("a", 10, []), ("b", 30, ["data.paths"])):
+        config = tiny(data={"kind": "text", "paths": [str(tmp_path / f"{name}.txt")]}, sample={"tokens": 2},
+                      budget={"seq_len": 8, "steps": steps}, optim={"lr": 0.1})  # fmt: skip
+        run(config, tmp_path / "run", resume=name == "b", allow=allow)
+    evals = {
+        r["step"]: r["validation_loss"] for r in read_metrics(tmp_path / "run/metrics.jsonl") if r["event"] == "eval"
+    }
+    steps = [path.name for path in checkpoints(tmp_path / "run/checkpoints")]
+    assert evals[10] > min(evals[20], evals[30]) and "step_00000010" not in steps  # scored anew on b at step 10
+    assert open_model(tmp_path / "run").step == min((20, 30), key=evals.__getitem__)
 
 
 @pytest.mark.spec("CKPT-ALLOW-D1")
@@ -264,3 +285,42 @@ def test_another_period_may_be_allowed_and_advice_can_be_followed(tmp_path):
     _, said = run(other, tmp_path / "run", resume=True, allow=["optim.periods"])
     assert "allowed: optim.periods was" in said
     assert {g["period"] for g in last(tmp_path / "run").facts["optimizer"]["groups"]} == {1, 5}
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1", "CKPT-RESUME-D2")
+def test_advice_names_only_what_can_work(tmp_path):
+    levels = {"periods": {"embedding.weight": 2}}  # a name with a dot, which no path could lead to
+    run(tiny(**TEN, optim=levels), tmp_path / "run")
+    for change, advice in (
+        ({"model": {"layers": 2}, "optim": levels}, "start another run with its parameters, by init_from"),
+        ({"model": {"d_model": 12}, "optim": levels}, "start another run"),
+        ({"optim": {"periods": {"embedding.weight": 5}}}, "by name: --allow optim.periods"),
+        ({"seed": 3, "optim": {"periods": {"embedding.weight": 5}, "lr": 1e-4}}, "by name: --allow optim.lr,seed"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"; resume with the config of its run folder, or .*{advice}$"):
+            run(tiny(**change), tmp_path / "run", resume=True)
+        if "--allow" in advice:
+            run(
+                tiny(**change, budget={"steps": 11}), tmp_path / "run", resume=True, allow=advice.split()[-1].split(",")
+            )
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1")
+def test_a_window_longer_than_its_new_period_is_committed_by_the_next_step(tmp_path):
+    configs = {period: tiny(optim={"periods": {"*": period}}) for period in (8, 6, 2, 1)}
+    first = Trainer(configs[8])
+    for _ in range(5):
+        first.train_step()
+    went = {}
+    for period in (6, 2, 1):  # the sixth step completes a window of six, and one of six is too long for the others
+        trainer = Trainer(configs[period])
+        trainer.restore(allowing(first.checkpoint(), trainer, ["optim.periods"])[0], "checkpoint")
+        again = Trainer(configs[period])
+        again.restore(trainer.checkpoint(), "checkpoint")  # as written at once, so that no name is needed again
+        for each in (trainer, again):
+            each.train_step()
+        assert same_bits(trainer.checkpoint().tensors, again.checkpoint().tensors)
+        assert all(group["elapsed"] == 0 for o in trainer.optimizers.values() for group in o.param_groups)
+        went[period] = trainer.model.state_dict()
+    assert same_bits(went[2], went[6]) and same_bits(went[1], went[6])
+    assert not same_bits(went[6], first.model.state_dict())
