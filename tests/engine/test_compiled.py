@@ -95,7 +95,7 @@ def test_whole_and_pieces_against_sequential(bias, data):
 )  # fmt: skip
 def test_widths_around_whole_vectors(d, width, names):
     """Rows of up to 32 numbers stay in registers; beyond, in tiles for dot alone, and others go in blocks of 8 KiB."""
-    more = {"huber": {}, "l2": {"decay_order": "before_gradient"}, "dot": {"read": "before"}}
+    more = {"huber": {"read": "before"}, "l2": {"decay_order": "before_gradient"}, "dot": {"read": "before"}}
     for bias in names.split():
         case = case_of(config_of(**TITANS, bias=bias, **more[bias]), d=d, width=width, length=19, masks=True, ends=0.2)
         whole(case, engine="compiled").equals(whole(case, engine="sequential"))
