@@ -64,7 +64,7 @@ def _written(X, S, O, D, lo, hi, P, u, l, w, rp, m, q, y, before):
 
 @inline
 def write(rule, do, given, at, X, S, C, rp, O, D, C2, record, g, x, y):
-    """What `write_token` of the walk does, and the read beside it."""
+    """The `write_token` of the walk, with the read beside it."""
     keys, q, v, lr, _, momentum, _, _, others, _, _ = given
     V, P, block, m = rule.height, rule.width, rule.block, momentum[at]
     k, w, u, p = part(keys, at, P), part(others, at, P), part(record, 0, V), part(record, 1, V)
