@@ -173,7 +173,7 @@ class Scheduler:
             _, one = self._run([[0]], None)
             _, two = self._run([[0]], one)
         self.state_bytes, self._form = states.bytes_of(two), _form(two)
-        self.file_bytes = self.state_bytes if memories is None else states.bytes_of(memories.park(two))
+        self.file_bytes = self.state_bytes if memories is None else memories.file_bytes(two)
         if _form(one) != self._form:
             raise ConfigError(
                 "states of this model grow with the tokens, and make no batch: give its attention a window"
@@ -223,12 +223,14 @@ class Scheduler:
         if request.user is not None:
             if self.memories is None:
                 raise ConfigError("nothing is remembered here (no folder for memories was given); leave user out")
-            self.memories.check_room(request.user, self.file_bytes)
         with self._lock:
             if self.failure is not None:
                 raise ConfigError("the scheduler has ended after a failure; start the server again")
             if len(self._waiting) >= self.max_queue:
                 raise QueueFull(f"{self.max_queue} requests wait already; try again later")
+            if request.user is not None and self.memories is not None:
+                coming = {other.user for other in self._waiting if other.user is not None}  # and have no file yet
+                self.memories.check_room(request.user, self.file_bytes, coming.union(self._users))
             self._waiting.append(request)
         self._wake.set()
         return request
