@@ -197,9 +197,9 @@ class Reply(NamedTuple):
         return {**frame, "choices": [choice], **more}
 
 
-def usage(request: Request) -> dict[str, Any]:
-    """The field `usage` of an answer: counts of tokens."""
-    prompt, completion = len(request.tokens), len(request.made)
+def usage(request: Request, completion: int) -> dict[str, Any]:
+    """The field `usage` of an answer of so many tokens."""
+    prompt = len(request.tokens)
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
 
 
@@ -213,16 +213,18 @@ class Cutter:
 
     Fields:
         ended: True once a stop was found.
+        count: number of tokens so far, also those that end the text.
     """
 
     def __init__(self, texts: Texts, stops: Sequence[str]) -> None:
         self._texts, self._stops = texts, stops
         self._tokens: list[int] = []
         self._settled = self._shown = ""  # the former is the text of tokens before `_tokens`
-        self.ended = False
+        self.ended, self.count = False, 0
 
     def add(self, token: int | None) -> str:
         """New text after one more token, or with None after the last."""
+        self.count += token is not None
         if token is not None and token not in self._texts.ends:
             self._tokens.append(token)
         text = self._decoded()

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import signal
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from hecate.errors import CheckpointError, ConfigError, HecateError, install_line
+from hecate.errors import CheckpointError, ConfigError, HecateError, install_line, shorten
 from hecate.serve.protocol import Asked, Cutter, Limits, Reply, Texts, parse, problem, usage
 from hecate.serve.scheduler import QueueFull, Request, Scheduler
 
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
     from starlette.requests import Request as Http
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -164,7 +167,7 @@ class _Server:
                 yield event(reply.body(piece, None, whole=False))
             yield event(reply.body("", _finish(asked.request, cutter), whole=False))
             if asked.usage:
-                yield event({**reply.body("", None, whole=False), "choices": [], **usage(asked.request)})
+                yield event({**reply.body("", None, whole=False), "choices": [], **usage(asked.request, cutter.count)})
         except ConfigError as error:
             yield event(problem(str(error), "server_error"))
         yield "data: [DONE]\n\n"
@@ -191,7 +194,8 @@ class _Server:
             asked.request.cancelled = True
             work.cancel()
             disconnect.cancel()
-        return JSONResponse(reply.body(answer, _finish(asked.request, cutter), whole=True, **usage(asked.request)))
+        counts = usage(asked.request, cutter.count)  # without what was made beyond a text of `stop`
+        return JSONResponse(reply.body(answer, _finish(asked.request, cutter), whole=True, **counts))
 
     async def forget(self, http: Http) -> Response:
         """DELETE /v1/memories/{user}."""
@@ -283,13 +287,33 @@ def application(
         route("/metrics", server.metrics),
         Route("/health", server.health),
     ]
-    return Starlette(routes=routes, lifespan=running)
+    return Starlette(routes=routes, lifespan=running, exception_handlers={HTTPException: _not_served})
+
+
+async def _not_served(http: Http, error: Any) -> Response:
+    """The answer to a path or a method that there is none of."""
+    text = f"{http.method} {shorten(http.url.path)} is not served; docs/pages/serve.md lists what is"
+    return _Refused(error.status_code, text, **(error.headers or {})).response
 
 
 def check_host(host: str, key: str | None) -> None:
     """Refuses an address that other machines can reach, if there is no key."""
     if host not in LOOPBACK and not key:
         raise ConfigError(f"host {host} is beyond this machine: set HECATE_API_KEY, which clients then have to send")
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt: uvicorn repeats the signal that has stopped it, and SIGTERM alone would end the
+    process before its caller could save anything."""
+    if threading.current_thread() is not threading.main_thread():  # which no signal reaches
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def serve(application: Starlette, host: str = "127.0.0.1", port: int = 8000, *, key: str | None = None) -> None:
@@ -301,7 +325,7 @@ def serve(application: Starlette, host: str = "127.0.0.1", port: int = 8000, *, 
     check_host(host, key)
     config = uvicorn.Config(application, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
     server = _Uvicorn(config)
-    with suppress(KeyboardInterrupt):
+    with _sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
         raise SystemExit(3)  # uvicorn has printed the reason

@@ -119,8 +119,9 @@ def test_draws_and_stops(server, model):
         assert (found if stream else choice["text"]) == whole[: whole.find(stop)] and choice["finish_reason"] == "stop"
     tokens = alone(model, [list(b"stop here")], 30)[0]
     last = next(n for n in range(30) if stop in TEXTS.decode(tokens[:n]))  # of the tokens asked for
-    answers = [post(url, prompt="stop here", temperature=0, max_tokens=last, stop=stop).json() for _ in range(4)]
+    answers = [post(url, prompt="stop here", temperature=0, max_tokens=last + n, stop=stop).json() for n in range(4)]
     assert {answer["choices"][0]["finish_reason"] for answer in answers} == {"stop"}
+    assert {answer["usage"]["completion_tokens"] for answer in answers} == {last}  # however many were made meanwhile
 
 
 @pytest.mark.spec("SERVE-HTTP-D1")
@@ -209,7 +210,9 @@ def test_bad_bodies_hosts_and_routes(server):
     assert code(b'{"prompt": "a", "max_tokens": 1}', {"content-type": "text/plain"}) == 415
     for host in ("evil.example", "[", "[::1"):
         assert code(b'{"prompt": "a", "max_tokens": 1}', {**kind, "host": host}) == 403
-    assert code(b"{}", path="embeddings") == 404 and httpx.get(f"{url}/v1/completions").status_code == 405
+    unknown, wrong = httpx.post(f"{url}/v1/embeddings"), httpx.get(f"{url}/v1/completions")
+    assert (unknown.status_code, wrong.status_code, wrong.headers["allow"]) == (404, 405, "POST")
+    assert unknown.json()["error"]["message"].startswith("POST '/v1/embeddings' is not served")
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     assert scheduler.running == scheduler.waiting == 0
     rows = dict(line.split() for line in httpx.get(f"{url}/metrics").text.splitlines())
@@ -383,7 +386,7 @@ def test_a_memory_survives_a_server_that_is_killed(tmp_path, model):
         for turn, text in zip(turns[1:], wanted[1:], strict=True):
             assert post(url, prompt=turn, user="ada", **HOW).json()["choices"][0]["text"] == text
         os.kill(pid, signal.SIGTERM)
-        assert int(servers.stdout.readline()) in (0, -signal.SIGTERM)
+        assert int(servers.stdout.readline()) == 0  # what comes after `serve` is done, such as saving a tree
     finally:
         os.killpg(servers.pid, signal.SIGKILL)
         servers.communicate()
