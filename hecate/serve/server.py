@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from hecate.errors import CheckpointError, ConfigError, HecateError, install_line, shorten
 from hecate.serve.protocol import Asked, Cutter, Limits, Reply, Texts, parse, problem, usage
@@ -36,9 +37,12 @@ Handler = Callable[[Http], Awaitable[Response]]
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that also stops the application if a second Ctrl-C cuts answers short."""
+    """A uvicorn server that also stops the application if a second Ctrl-C cuts answers short, and lets answers end by
+    themselves, with a reason, before its own timeout would cut them."""
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        if (hurry := getattr(self.config.app.state, "hurry", None)) is not None:
+            hurry(0.8 * (self.config.timeout_graceful_shutdown or 0))
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -72,6 +76,13 @@ class _Server:
 
     def __init__(self, scheduler: Scheduler, texts: Texts, name: str, key: str | None, limits: Limits) -> None:
         self.scheduler, self.texts, self.name, self.key, self.limits = scheduler, texts, name, key, limits
+        self.requests, self.until = WeakSet[Request](), float("inf")
+
+    def hurry(self, seconds: float) -> None:
+        """No request, present or future, takes longer: the server stops."""
+        self.until = time.monotonic() + seconds
+        for request in self.requests:
+            request.deadline = min(request.deadline, self.until)
 
     def guard(self, handler: Handler) -> Handler:
         """A handler with access control, by the key or without one by host name, and with errors as responses."""
@@ -136,7 +147,8 @@ class _Server:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(queue.put_nowait, token)
 
-        asked.request.tell = tell
+        asked.request.tell, asked.request.deadline = tell, min(asked.request.deadline, self.until)
+        self.requests.add(asked.request)
         self.scheduler.submit(asked.request)
         reply = Reply(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", self.name, int(time.time()), chat)
         if asked.stream:
@@ -253,7 +265,8 @@ def _why(request: Request) -> str:
         return "this user's memory is of another model, damaged or not writable; DELETE /v1/memories/USER begins anew"
     if request.error is not None:
         return str(request.error)
-    return "the request took too long" if request.finish == "timeout" else f"the request was {request.finish}"
+    late = "the request took too long, or the server is stopping"
+    return late if request.finish == "timeout" else f"the request was {request.finish}"
 
 
 def application(
@@ -287,7 +300,9 @@ def application(
         route("/metrics", server.metrics),
         Route("/health", server.health),
     ]
-    return Starlette(routes=routes, lifespan=running, exception_handlers={HTTPException: _not_served})
+    app = Starlette(routes=routes, lifespan=running, exception_handlers={HTTPException: _not_served})
+    app.state.hurry = server.hurry
+    return app
 
 
 async def _not_served(http: Http, error: Any) -> Response:

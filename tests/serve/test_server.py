@@ -323,6 +323,25 @@ def test_a_scheduler_that_has_failed_is_told(model, monkeypatch):
         assert httpx.get(f"{url}/health").status_code == 503 and post(url, prompt="a").status_code == 503
 
 
+@pytest.mark.spec("SERVE-HTTP-D2")
+def test_answers_that_are_cut_by_the_end_of_the_server_say_so(model):
+    scheduler, found = Scheduler(model), dict[bool, Any]()
+    body = {"prompt": "a", "max_tokens": 10**6, "temperature": 0}
+
+    def ask(url: str, stream: bool) -> None:
+        found[stream] = post(url, **body, stream=stream)
+
+    with listening(application(scheduler, TEXTS, limits=Limits(max_tokens=10**6))) as url:
+        threads = [threading.Thread(target=ask, args=(url, stream)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: scheduler.running == 2)
+    for thread in threads:
+        thread.join(20)
+    assert found[False].status_code == 504 and "server is stopping" in found[False].json()["error"]["message"]
+    assert "server is stopping" in found[True].text and found[True].text.endswith("data: [DONE]\n\n")
+
+
 SERVER = """
 import os
 import sys
