@@ -26,7 +26,7 @@ import httpx
 from hecate import states
 from hecate.errors import ConfigError
 from hecate.serve import Limits, Memories, PrefixCache, Scheduler, application
-from hecate.serve.protocol import WINDOW, Cutter
+from hecate.serve.protocol import WINDOW, Cutter, parse
 from hecate.serve.server import serve
 from tests.serve.common import TEXTS, alone, listening, made, said
 
@@ -409,6 +409,25 @@ def test_a_memory_survives_a_server_that_is_killed(tmp_path, model):
     finally:
         os.killpg(servers.pid, signal.SIGKILL)
         servers.communicate()
+
+
+@pytest.mark.spec("SERVE-CLI-D1")
+def test_the_tokens_of_a_chat_are_those_of_its_template(tmp_path):
+    """A tokenizer that begins every text with a token of its own does not add it to what a template has written."""
+    hf = pytest.importorskip("hecate.hf")
+    from tokenizers import processors
+
+    from hecate.commands import _of_export
+
+    tokenizer, messages = hf.byte_tokenizer(), [{"role": "user", "content": "hi"}]
+    begin = processors.TemplateProcessing(single="\x01 $A", special_tokens=[("\x01", 1)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.chat_template = "\x01{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    hf.HecateForCausalLM.of(made()).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = _of_export(tmp_path)[1]
+    asked = parse(json.dumps({"messages": messages}).encode(), True, texts, Limits(), model="", remembers=False)
+    assert texts.encode("hi") == [1, *b"hi"] == asked.request.tokens
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
