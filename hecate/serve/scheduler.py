@@ -188,6 +188,13 @@ class Scheduler:
             logits, state = self.model(torch.tensor(tokens, device=self.device), state)
         return logits[:, -1], state
 
+    def _run_one(self, tokens: list[int], state: Any) -> tuple[Tensor, Any]:
+        """As `_run`, of one row; refuses logits that are not finite."""
+        logits, state = self._run([tokens], state)
+        if not bool(torch.isfinite(logits).all()):
+            raise NonFiniteError("the logits are not finite")
+        return logits, state
+
     def _check_exact(self) -> None:
         """Refuses a model or a machine on which a row's bits depend on the other rows, or on how a prompt is split."""
         rows = [[(7 * row + t) % (self.vocabulary or 2) for t in range(6)] for row in range(self.max_batch)]
@@ -312,9 +319,7 @@ class Scheduler:
             shared = self.prefixes is not None and request.user is None
             if shared and start < whole - 1:  # keeps a state before the last token, for the next turn of a conversation
                 end = min(end, whole - 1)
-            logits, request._state = self._run([list(tokens[start:end])], request._state)
-            if not bool(torch.isfinite(logits).all()):
-                raise NonFiniteError("the logits are not finite")
+            logits, request._state = self._run_one(list(tokens[start:end]), request._state)
             if end == whole and _form(request._state) != self._form:
                 raise ShapeError("the memory is of documents with resets, or was made elsewhere; begin a new one")
             request._read = end
@@ -391,7 +396,7 @@ class Scheduler:
         called."""
         if state is not None and request.user is not None and self.memories is not None:
             try:
-                _, state = self._run([[request.made[-1]]], state)
+                _, state = self._run_one(request.made[-1:], state)
                 self.memories.save(request.user, state)
             except HecateError as fault:
                 why, error = "error", fault

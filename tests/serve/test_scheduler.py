@@ -227,6 +227,23 @@ def test_new_users_at_once_are_counted_before_they_have_files(tmp_path):
     memories.close()
 
 
+@pytest.mark.spec("SERVE-BATCH-D2", "SERVE-USER-D1")
+def test_a_memory_that_the_last_token_spoils_is_not_kept(tmp_path, monkeypatch):
+    model = made()
+    memories, whole = Memories(tmp_path, states.fingerprint(model)), Scheduler._run
+    scheduler = Scheduler(model, memories=memories)
+    asked = scheduler.submit(Request([1, 2], 3, user="ada"))
+
+    def spoilt(self: Any, tokens: Any, state: Any) -> Any:
+        logits, state = whole(self, tokens, state)
+        return logits * (float("nan") if len(asked.made) == 3 else 1), state
+
+    monkeypatch.setattr(Scheduler, "_run", spoilt)
+    run(scheduler)
+    assert asked.finish == "error" and isinstance(asked.error, NonFiniteError) and len(memories) == 0
+    memories.close()
+
+
 @pytest.fixture
 def new_objects() -> Iterator[None]:
     """Collections and lists of objects leave out what is there already, which a session has many of."""
