@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.errors import CheckpointError, ConfigError, ShapeError, shorten
-from hecate.files import write_file
+from hecate.files import refuse_pipe, write_file
 
 Tree = TypeVar("Tree")
 Rows = Tensor | Sequence[int] | slice
@@ -310,6 +310,7 @@ def load(path: Path | str, device: torch.device | str = "cpu", model: str | None
             another model or one whose file names none. [STATE-MODEL-D1]
     """
     try:
+        refuse_pipe(Path(path))
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if model is not None and metadata.get("model") != model:
