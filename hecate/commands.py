@@ -511,11 +511,12 @@ def _of_export(folder: Path) -> tuple[Any, Any]:
     if not isinstance(model, HecateForCausalLM):
         raise ConfigError(f"{folder} has a {type(model).__name__}; models of hecate alone are served")
 
-    def chat(messages: list[dict[str, str]]) -> str:
+    def chat(messages: list[dict[str, str]]) -> str | list[int]:
         if not tokenizer.chat_template:
             return plain_chat(messages)
-        try:
-            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        try:  # a template writes the first token itself
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # templates may raise anything
             raise ConfigError(f"the chat template of the model refuses these messages: {error}") from None
 

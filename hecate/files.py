@@ -42,13 +42,18 @@ _CURES = {
 _warned: set[str] = set()
 
 
+def refuse_pipe(path: Path) -> None:
+    """Raises OSError for a pipe or a device, which would wait for a writer when it is opened."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError("it is a pipe or a device, not a file")
+
+
 def read_file(path: Path, most: int) -> bytes:
     """The first bytes of a regular file, at most `most`; refuses pipes, which would wait for a writer.
 
     Raises OSError; ValueError for an impossible path.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError("it is a pipe or a device, not a file")
+    refuse_pipe(path)
     pieces: list[bytes] = []
     with path.open("rb") as file:
         each = max(1 << 20, path.stat().st_size + 1)  # usually one piece; some files report a wrong size, such as 0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.errors import CheckpointError, ConfigError, ShapeError, shorten
-from hecate.files import write_file
+from hecate.files import refuse_pipe, write_file
 
 Tree = TypeVar("Tree")
 Rows = Tensor | Sequence[int] | slice
@@ -281,16 +281,25 @@ def save(state: Any, path: Path | str, model: str | None = None) -> None:
     Raises:
         CheckpointError: anything that is not a state, or a file that cannot be written.
     """
-    tensors: dict[str, Tensor] = {}
-    tree = _description(state, "state", tensors, None)
-    if not tensors:
-        raise CheckpointError(f"a {type(state).__name__} without a tensor is no state; nothing was written to {path}")
-    metadata = {"format": _FORMAT, "tree": json.dumps(tree)} | ({} if model is None else {"model": model})
-    content = serialized(tensors, metadata=metadata)
+    content = packed(state, model)
     try:
         write_file(Path(path), content)
     except OSError as error:
         raise CheckpointError(f"cannot write state {path}: {error.strerror or error}") from None
+
+
+def packed(state: Any, model: str | None = None) -> bytes:
+    """The content of the file that `save` writes; states that differ in nothing but their numbers give as many bytes.
+
+    Raises:
+        CheckpointError: anything that is not a state.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _description(state, "state", tensors, None)
+    if not tensors:
+        raise CheckpointError(f"a {type(state).__name__} without a tensor is no state; nothing was written")
+    metadata = {"format": _FORMAT, "tree": json.dumps(tree)} | ({} if model is None else {"model": model})
+    return serialized(tensors, metadata=metadata)
 
 
 def load(path: Path | str, device: torch.device | str = "cpu", model: str | None = None) -> Any:
@@ -301,6 +310,7 @@ def load(path: Path | str, device: torch.device | str = "cpu", model: str | None
             another model or one whose file names none. [STATE-MODEL-D1]
     """
     try:
+        refuse_pipe(Path(path))
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if model is not None and metadata.get("model") != model:

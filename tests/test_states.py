@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -231,6 +232,9 @@ def test_files_that_are_no_state(state, tmp_path):
     state.save(path)
     with pytest.raises(CheckpointError, match="holds a LayerState, not a MemoryState"):
         MemoryState.load(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="cannot read state .*pipe: it is a pipe or a device"):
+        states.load(tmp_path / "pipe")
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="cannot read state"):
         LayerState.load(path)

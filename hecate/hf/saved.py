@@ -27,7 +27,7 @@ from transformers import (
 from hecate.checks import expect_choice
 from hecate.data.tokenizer import BYTES, END, Bytes, FileTokenizer, Tokenizer
 from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
-from hecate.files import expect_free, read_whole, write_file, written_folder
+from hecate.files import expect_free, read_whole, refuse_pipe, write_file, written_folder
 from hecate.hf.adopt import hook_models
 from hecate.hf.graft import BRANCH, GRAFT, Branch, GraftConfig, Grafted, Train, build, decoder_of, freeze, install
 from hecate.hf.graft_mlp import KEY, Fast, FastMLP, MLPGraftConfig, build_mlps, install_mlps
@@ -424,6 +424,7 @@ def read_tensors(
     """The tensors of a folder's files for whose names `wanted` is true, on the CPU."""
     for path in sorted(folder.glob(pattern)):
         try:
+            refuse_pipe(path)
             with safe_open(path, framework="pt") as file:
                 yield from ((name, file.get_tensor(name)) for name in file.keys() if wanted(name))
         except (SafetensorError, OSError, ValueError) as error:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -289,15 +289,22 @@ class Memories:
         """Releases the lock on the folder."""
         os.close(self._lock)
 
-    def check_room(self, user: str, size: int) -> None:
-        """Refuses a new user if a file of `size` bytes would exceed the limit.
+    def file_bytes(self, state: Any) -> int:
+        """Size of the file of a state."""
+        return len(states.packed(self.park(state), self.model))
+
+    def check_room(self, user: str, size: int, others: Iterable[str] = ()) -> None:
+        """Refuses a new user if a file of `size` bytes would exceed the limit, beside the files that exist and as large
+        ones for those of `others`, users who are being answered, who have none yet.
 
         Raises:
             ConfigError: not enough room; names the sizes.
         """
-        if self.path(user).name not in self._sizes and self.bytes + size > self.max_bytes:
+        new = {self.path(name).name for name in (user, *others)} - self._sizes.keys()
+        used = self.bytes + size * (len(new) - 1)
+        if self.path(user).name in new and used + size > self.max_bytes:
             raise ConfigError(
-                f"memories have {readable(self.bytes)} of {readable(self.max_bytes)}, and one of {readable(size)} more "
+                f"memories have {readable(used)} of {readable(self.max_bytes)}, and one of {readable(size)} more "
                 "is not kept; delete some (DELETE /v1/memories/USER), or leave user out"
             )
 

@@ -41,13 +41,13 @@ class Texts:
     Fields:
         encode: function from a text to its tokens.
         decode: function from tokens to their text, with U+FFFD for incomplete or invalid characters.
-        chat: function from messages, dicts with the texts `role` and `content`, to one prompt.
+        chat: function from messages, dicts with the texts `role` and `content`, to one prompt, a text or its tokens.
         ends: tokens that end a text, and are not part of it.
     """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
-    chat: Callable[[list[dict[str, str]]], str]
+    chat: Callable[[list[dict[str, str]]], str | list[int]]
     ends: frozenset[int] = frozenset()
 
 
@@ -149,7 +149,8 @@ def _tokens(body: dict[str, Any], chat: bool, texts: Texts) -> list[int]:
             if not fits or message.keys() - {"role", "content", "name"}:
                 roles = ", ".join(_ROLES)
                 raise ConfigError(f"a message must be a role of {roles} and a content that is a text, and nothing else")
-        return texts.encode(_whole(texts.chat([{key: m[key] for key in ("role", "content")} for m in messages])))
+        asked = texts.chat([{key: _whole(m[key]) for key in ("role", "content")} for m in messages])
+        return texts.encode(asked) if isinstance(asked, str) else asked
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
     if not _is_text(prompt) or messages is not None:
@@ -197,9 +198,9 @@ class Reply(NamedTuple):
         return {**frame, "choices": [choice], **more}
 
 
-def usage(request: Request) -> dict[str, Any]:
-    """The field `usage` of an answer: counts of tokens."""
-    prompt, completion = len(request.tokens), len(request.made)
+def usage(request: Request, completion: int) -> dict[str, Any]:
+    """The field `usage` of an answer of so many tokens."""
+    prompt = len(request.tokens)
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
 
 
@@ -213,16 +214,18 @@ class Cutter:
 
     Fields:
         ended: True once a stop was found.
+        count: number of tokens so far, also those that end the text.
     """
 
     def __init__(self, texts: Texts, stops: Sequence[str]) -> None:
         self._texts, self._stops = texts, stops
         self._tokens: list[int] = []
         self._settled = self._shown = ""  # the former is the text of tokens before `_tokens`
-        self.ended = False
+        self.ended, self.count = False, 0
 
     def add(self, token: int | None) -> str:
         """New text after one more token, or with None after the last."""
+        self.count += token is not None
         if token is not None and token not in self._texts.ends:
             self._tokens.append(token)
         text = self._decoded()

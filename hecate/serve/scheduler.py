@@ -173,7 +173,7 @@ class Scheduler:
             _, one = self._run([[0]], None)
             _, two = self._run([[0]], one)
         self.state_bytes, self._form = states.bytes_of(two), _form(two)
-        self.file_bytes = self.state_bytes if memories is None else states.bytes_of(memories.park(two))
+        self.file_bytes = self.state_bytes if memories is None else memories.file_bytes(two)
         if _form(one) != self._form:
             raise ConfigError(
                 "states of this model grow with the tokens, and make no batch: give its attention a window"
@@ -187,6 +187,13 @@ class Scheduler:
         with exactly() if self.exact else nullcontext():
             logits, state = self.model(torch.tensor(tokens, device=self.device), state)
         return logits[:, -1], state
+
+    def _run_one(self, tokens: list[int], state: Any) -> tuple[Tensor, Any]:
+        """As `_run`, of one row; refuses logits that are not finite."""
+        logits, state = self._run([tokens], state)
+        if not bool(torch.isfinite(logits).all()):
+            raise NonFiniteError("the logits are not finite")
+        return logits, state
 
     def _check_exact(self) -> None:
         """Refuses a model or a machine on which a row's bits depend on the other rows, or on how a prompt is split."""
@@ -223,12 +230,14 @@ class Scheduler:
         if request.user is not None:
             if self.memories is None:
                 raise ConfigError("nothing is remembered here (no folder for memories was given); leave user out")
-            self.memories.check_room(request.user, self.file_bytes)
         with self._lock:
             if self.failure is not None:
                 raise ConfigError("the scheduler has ended after a failure; start the server again")
             if len(self._waiting) >= self.max_queue:
                 raise QueueFull(f"{self.max_queue} requests wait already; try again later")
+            if request.user is not None and self.memories is not None:
+                coming = {other.user for other in self._waiting if other.user is not None}  # and have no file yet
+                self.memories.check_room(request.user, self.file_bytes, coming.union(self._users))
             self._waiting.append(request)
         self._wake.set()
         return request
@@ -310,9 +319,7 @@ class Scheduler:
             shared = self.prefixes is not None and request.user is None
             if shared and start < whole - 1:  # keeps a state before the last token, for the next turn of a conversation
                 end = min(end, whole - 1)
-            logits, request._state = self._run([list(tokens[start:end])], request._state)
-            if not bool(torch.isfinite(logits).all()):
-                raise NonFiniteError("the logits are not finite")
+            logits, request._state = self._run_one(list(tokens[start:end]), request._state)
             if end == whole and _form(request._state) != self._form:
                 raise ShapeError("the memory is of documents with resets, or was made elsewhere; begin a new one")
             request._read = end
@@ -389,7 +396,7 @@ class Scheduler:
         called."""
         if state is not None and request.user is not None and self.memories is not None:
             try:
-                _, state = self._run([[request.made[-1]]], state)
+                _, state = self._run_one(request.made[-1:], state)
                 self.memories.save(request.user, state)
             except HecateError as fault:
                 why, error = "error", fault

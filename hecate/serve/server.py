@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import signal
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
-from hecate.errors import CheckpointError, ConfigError, HecateError, install_line
+from hecate.errors import CheckpointError, ConfigError, HecateError, install_line, shorten
 from hecate.serve.protocol import Asked, Cutter, Limits, Reply, Texts, parse, problem, usage
 from hecate.serve.scheduler import QueueFull, Request, Scheduler
 
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
     from starlette.requests import Request as Http
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -33,9 +37,12 @@ Handler = Callable[[Http], Awaitable[Response]]
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that also stops the application if a second Ctrl-C cuts answers short."""
+    """A uvicorn server that also stops the application if a second Ctrl-C cuts answers short, and lets answers end by
+    themselves, with a reason, before its own timeout would cut them."""
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        if (hurry := getattr(self.config.app.state, "hurry", None)) is not None:
+            hurry(0.8 * (self.config.timeout_graceful_shutdown or 0))
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -69,6 +76,13 @@ class _Server:
 
     def __init__(self, scheduler: Scheduler, texts: Texts, name: str, key: str | None, limits: Limits) -> None:
         self.scheduler, self.texts, self.name, self.key, self.limits = scheduler, texts, name, key, limits
+        self.requests, self.until = WeakSet[Request](), float("inf")
+
+    def hurry(self, seconds: float) -> None:
+        """No request, present or future, takes longer: the server stops."""
+        self.until = time.monotonic() + seconds
+        for request in self.requests:
+            request.deadline = min(request.deadline, self.until)
 
     def guard(self, handler: Handler) -> Handler:
         """A handler with access control, by the key or without one by host name, and with errors as responses."""
@@ -133,7 +147,8 @@ class _Server:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(queue.put_nowait, token)
 
-        asked.request.tell = tell
+        asked.request.tell, asked.request.deadline = tell, min(asked.request.deadline, self.until)
+        self.requests.add(asked.request)
         self.scheduler.submit(asked.request)
         reply = Reply(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", self.name, int(time.time()), chat)
         if asked.stream:
@@ -164,7 +179,7 @@ class _Server:
                 yield event(reply.body(piece, None, whole=False))
             yield event(reply.body("", _finish(asked.request, cutter), whole=False))
             if asked.usage:
-                yield event({**reply.body("", None, whole=False), "choices": [], **usage(asked.request)})
+                yield event({**reply.body("", None, whole=False), "choices": [], **usage(asked.request, cutter.count)})
         except ConfigError as error:
             yield event(problem(str(error), "server_error"))
         yield "data: [DONE]\n\n"
@@ -191,7 +206,8 @@ class _Server:
             asked.request.cancelled = True
             work.cancel()
             disconnect.cancel()
-        return JSONResponse(reply.body(answer, _finish(asked.request, cutter), whole=True, **usage(asked.request)))
+        counts = usage(asked.request, cutter.count)  # without what was made beyond a text of `stop`
+        return JSONResponse(reply.body(answer, _finish(asked.request, cutter), whole=True, **counts))
 
     async def forget(self, http: Http) -> Response:
         """DELETE /v1/memories/{user}."""
@@ -249,7 +265,8 @@ def _why(request: Request) -> str:
         return "this user's memory is of another model, damaged or not writable; DELETE /v1/memories/USER begins anew"
     if request.error is not None:
         return str(request.error)
-    return "the request took too long" if request.finish == "timeout" else f"the request was {request.finish}"
+    late = "the request took too long, or the server is stopping"
+    return late if request.finish == "timeout" else f"the request was {request.finish}"
 
 
 def application(
@@ -283,13 +300,35 @@ def application(
         route("/metrics", server.metrics),
         Route("/health", server.health),
     ]
-    return Starlette(routes=routes, lifespan=running)
+    app = Starlette(routes=routes, lifespan=running, exception_handlers={HTTPException: _not_served})
+    app.state.hurry = server.hurry
+    return app
+
+
+async def _not_served(http: Http, error: Any) -> Response:
+    """The answer to a path or a method that there is none of."""
+    text = f"{http.method} {shorten(http.url.path)} is not served; docs/pages/serve.md lists what is"
+    return _Refused(error.status_code, text, **(error.headers or {})).response
 
 
 def check_host(host: str, key: str | None) -> None:
     """Refuses an address that other machines can reach, if there is no key."""
     if host not in LOOPBACK and not key:
         raise ConfigError(f"host {host} is beyond this machine: set HECATE_API_KEY, which clients then have to send")
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt: uvicorn repeats the signal that has stopped it, and SIGTERM alone would end the
+    process before its caller could save anything."""
+    if threading.current_thread() is not threading.main_thread():  # which no signal reaches
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def serve(application: Starlette, host: str = "127.0.0.1", port: int = 8000, *, key: str | None = None) -> None:
@@ -301,7 +340,7 @@ def serve(application: Starlette, host: str = "127.0.0.1", port: int = 8000, *, 
     check_host(host, key)
     config = uvicorn.Config(application, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
     server = _Uvicorn(config)
-    with suppress(KeyboardInterrupt):
+    with _sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
         raise SystemExit(3)  # uvicorn has printed the reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from typing import Any
 
 import pytest
@@ -315,6 +316,10 @@ def test_folders_that_are_damaged(tmp_path):
         load_graft(tmp_path / "whole")
     file.write_bytes(sound[:1000])
     with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
+        load_graft(tmp_path / "whole")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match="it is a pipe or a device"):
         load_graft(tmp_path / "whole")
 
 

@@ -73,7 +73,9 @@ def listening(application: Any) -> Iterator[str]:
     """Its address, on a free port of this machine."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="critical", timeout_graceful_shutdown=2))
+    from hecate.serve.server import _Uvicorn
+
+    server = _Uvicorn(uvicorn.Config(application, port=0, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until = time.monotonic() + 30

@@ -207,6 +207,43 @@ def test_a_user_is_remembered_by_files_of_one_model(tmp_path):
     foreign.close()
 
 
+@pytest.mark.spec("SERVE-USER-D1")
+def test_new_users_at_once_are_counted_before_they_have_files(tmp_path):
+    model, bob = made(), Request([1], 1, user="bob")
+    memories = Memories(tmp_path, states.fingerprint(model))
+    scheduler = Scheduler(model, memories=memories)
+    memories.max_bytes = 2 * scheduler.file_bytes
+    gone = scheduler.submit(Request([1], 1, user="eve", deadline=time.monotonic() - 1))
+    for request in (bob, Request([2], 1, user="bob")):
+        scheduler.submit(request)
+    for _ in range(2):  # waiting, then running
+        with pytest.raises(ConfigError, match="memories have .* is not kept"):
+            scheduler.submit(Request([1], 1, user="new"))
+        scheduler._end_early()
+        assert scheduler.submit(Request([1], 500, user="eve")) and gone.finish == "timeout"
+        scheduler.step()
+    run(scheduler)
+    assert len(memories) == 2 and memories.bytes == memories.max_bytes
+    memories.close()
+
+
+@pytest.mark.spec("SERVE-BATCH-D2", "SERVE-USER-D1")
+def test_a_memory_that_the_last_token_spoils_is_not_kept(tmp_path, monkeypatch):
+    model = made()
+    memories, whole = Memories(tmp_path, states.fingerprint(model)), Scheduler._run
+    scheduler = Scheduler(model, memories=memories)
+    asked = scheduler.submit(Request([1, 2], 3, user="ada"))
+
+    def spoilt(self: Any, tokens: Any, state: Any) -> Any:
+        logits, state = whole(self, tokens, state)
+        return logits * (float("nan") if len(asked.made) == 3 else 1), state
+
+    monkeypatch.setattr(Scheduler, "_run", spoilt)
+    run(scheduler)
+    assert asked.finish == "error" and isinstance(asked.error, NonFiniteError) and len(memories) == 0
+    memories.close()
+
+
 @pytest.fixture
 def new_objects() -> Iterator[None]:
     """Collections and lists of objects leave out what is there already, which a session has many of."""
