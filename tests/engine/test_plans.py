@@ -46,8 +46,8 @@ FRAMES = {
 def frames_of(rule: str, length: int) -> list[tuple[str, str]]:
     """File and name of each function of the package that a call of a layer calls, forward and backward."""
     source = torch.Generator().manual_seed(0)
-    layer = Memory(256, heads=4, config=rule, dtype=torch.float64, generator=source)  # whose kernels others have made
-    x = torch.randn(2, length, 256, dtype=torch.float64, generator=source)
+    layer = Memory(256, heads=4, config=rule, dtype=torch.float32, generator=source)  # rows of 64 fit into registers
+    x = torch.randn(2, length, 256, dtype=torch.float32, generator=source)
     root, frames = str(Path(hecate.__file__).parent), []
 
     def count(frame, event, _):

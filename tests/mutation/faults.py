@@ -36,9 +36,16 @@ def _of(folder: str, tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
 FAULTS = [
     *_of(
         "engine/cpu",
+        "tests/engine/test_compiled.py",
+        ("plain", "out[1] += _collected", "out[1] = _collected"),
+        ("plain", "store_rows(G, o + j, P, mad(g, qj, a) if before else a)", "store_rows(G, o + j, P, a)"),
+        ("plain", "end = c // block, min(c + block, V)\n        _predicted", "end = 0, min(c + block, V)\n        _predicted"),
+    ),
+    *_of(
+        "engine/cpu",
         "tests/formula/test_algorithms.py",
         ("walk", "return max(rule.moving, 1) - 1", "return 0"),
-        ("walk", "        fill(out, 0.0)\n", ""),
+        ("walk", "    fill(out, 0.0)\n", ""),
         ("walk", "copy(part(S, n, D.size), D)", "copy(part(S, n, A.size), D)"),
         ("cells", "enumerate([*of_slots, direction.nodes.const(0.0)])", "enumerate(of_slots)"),
         ("cells", "enumerate([*slots, direction])", "enumerate([direction, *slots])"),
@@ -820,11 +827,11 @@ FAULTS = [
         ("scheduler", "except HecateError:\n            return self._continue_alone()", "except ZeroDivisionError:\n            return self._continue_alone()"),
         ("scheduler", "if not finite[row]:", "if False:"),
         ("scheduler", "if request.user is None or request.user not in self._users:", "if True:"),
-        ("scheduler", "[request.made[-1]]], state)\n                self.memories", "[request.made[0]]], state)\n                self.memories"),
+        ("scheduler", "self._run_one(request.made[-1:], state)", "self._run_one(request.made[:1], state)"),
         ("scheduler", "if not self._running:\n            self._state, self._size = None, 0", "pass"),
         ("scheduler", "state if why in", "state if True or why in"),
         ("scheduler", "min(row, len(self._running) - 1) for row", "min(row, 0) for row"),
-        ("kept", "if self.path(user).name not in self._sizes and", "if"),
+        ("kept", "if self.path(user).name in new and", "if"),
         ("kept", "lock(self._lock, self.folder)", "pass"),
     ),
     *_of(

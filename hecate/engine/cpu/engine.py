@@ -168,19 +168,15 @@ def kernel_of(config: MemoryConfig, tokens: Tokens, like: Any) -> ByHand:
     if _fits_registers not in known:
         known[_fits_registers] = _fits_registers(config)
     plain = known[_fits_registers] and tokens.phi_w is None and tokens.retain_value is None
-    plain = plain and _vectors(config, tokens.phi_k) is not None
-    there, back = (_scan, _scan_vjp) if plain else (walked, walked_vjp)
-    return ByHand(
-        "engine.compiled", partial(there, config), partial(back, config), lambda *x: by_torch(config, like)(*x)
-    )
-
-
-def _vectors(config: MemoryConfig, keys: Tensor) -> int | None:
-    """Vectors of a row, or of a tile of it where rows need not be whole; None if rows do not fit into registers."""
-    vectors = -(-keys.shape[-1] * keys.element_size() // BYTES)
+    there, back = partial(walked, config), partial(walked_vjp, config)
+    # Of a row, or of a tile of it where rows need not be whole.
+    vectors = -(-tokens.phi_k.shape[-1] * tokens.phi_k.element_size() // BYTES)
     if config.forms.target:
         vectors = min(vectors, VECTORS)
-    return 1 << (vectors - 1).bit_length() if vectors <= VECTORS else None
+    if plain and vectors <= VECTORS:
+        vectors = 1 << max(vectors - 1, 0).bit_length()
+        there, back = partial(_scan, config, vectors), partial(_scan_vjp, config, vectors)
+    return ByHand("engine.compiled", there, back, lambda *x: by_torch(config, like)(*x))
 
 
 class Scan:
@@ -197,17 +193,16 @@ class Scan:
         segment: tokens between states that are kept for the backward pass.
     """
 
-    def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
+    def __init__(self, config: MemoryConfig, vectors: int, inputs: Tensors) -> None:
         """From memory, slots, initial memory and the fields of `Tokens`, flat."""
         states: Any = inputs[: 1 + len(config.algorithm.slots)]
         initial, *rest = inputs[len(states) :]
         memory, *slots = states
         tokens = Tokens(*rest)  # type: ignore[arg-type]
-        self.config = config
+        self.config, self.vectors = config, vectors
         self.memory, self.slot, self.initial, self.tokens = memory, slots[0] if slots else None, initial, tokens
         (self.count, height, width), size = memory.shape, memory.element_size()
-        self.vectors = _vectors(config, tokens.phi_k) or 1
-        self.tile = self.vectors * BYTES // size
+        self.tile = vectors * BYTES // size
         self.height, self.width = self.whole = -(-height // ROWS) * ROWS, -(-width // self.tile) * self.tile
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
         self.channels = tokens.retain.dim() > tokens.lr.dim()
@@ -252,9 +247,9 @@ class Scan:
         return whole
 
 
-def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+def _scan(config: MemoryConfig, vectors: int, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
     """Outputs and final states, and the record for `_scan_vjp`, empty unless `keeps`."""
-    call = Scan(config, inputs)
+    call = Scan(config, vectors, inputs)
     *shape, v = call.tokens.v.shape
     new = call.memory.new_empty
     # Padded copies, which the kernel overwrites with the last state.
@@ -267,9 +262,11 @@ def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, 
     return (y[..., :v], *call.cut(memory, slot)), record
 
 
-def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+def _scan_vjp(
+    config: MemoryConfig, vectors: int, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]
+) -> Tensors:
     """Cotangents of all inputs."""
-    call = Scan(config, inputs)
+    call = Scan(config, vectors, inputs)
     tokens, height, segment = call.tokens, call.height, call.segment
     gy, *finals = cotangents
     memory = padded(finals[0], *call.whole).clone()
