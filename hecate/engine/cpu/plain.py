@@ -9,17 +9,12 @@ queries and gates) lies in rows of `x`. A decayed memory's prediction is that of
 
 from __future__ import annotations
 
+from hecate.engine.cpu.parts import plus
 from hecate.engine.cpu.passes import dots
 from hecate.engine.cpu.vectors import (
     ONE, ROWS, add, call, fill, filled, get, helper, inline, load, load_rows, mad, mul, out_of_line, part, per_vector,
     put, scores, store, store_rows, sums, times, total, zeros,
 )  # fmt: skip
-
-
-@inline
-def _plus(x, at, row):
-    """x[at:] += row."""
-    store(x, at, add(load(x, at, ONE), row))
 
 
 @inline
@@ -95,11 +90,11 @@ def _collected(A, S, G, H, lo, hi, P, w, q, gy, d, x, before):
             e, a = load_rows(G, o + j, P, ONE), load_rows(A, o + j, P, ONE)
             if not before:
                 e = mad(g, load(q, j, ONE), e)
-            _plus(x, j, total(g, a))
-            _plus(x, P + j, total(e, a))
+            plus(x, j, total(g, a))
+            plus(x, P + j, total(e, a))
             if S is not None:
                 e, s = add(load_rows(H, o + j, P, ONE), e), load_rows(S, o + j, P, ONE)
-                _plus(x, 2 * P + j, total(g, s))
+                plus(x, 2 * P + j, total(g, s))
                 moved = mad(e[0], s[0], mad(e[1], s[1], mad(e[2], s[2], mad(e[3], s[3], moved))))
             along = mad(e, load(w, j, ONE), along)
         put(d, c, sums(along))
@@ -121,8 +116,8 @@ def _spread(A, G, H, lo, hi, P, u, l, seen, rp, m, e, q, gy, x, before):
             if H is not None:
                 d = add(load_rows(H, o + j, P, ONE), d)
                 store_rows(H, o + j, P, mul(m, d))
-            _plus(x, 3 * P + j, total(b, load_rows(A, o + j, P, ONE)))
-            _plus(x, 4 * P + j, total(f, d))
+            plus(x, 3 * P + j, total(b, load_rows(A, o + j, P, ONE)))
+            plus(x, 4 * P + j, total(f, d))
             # A read ahead of the write met the state that is handed on.
             store_rows(G, o + j, P, mad(g, qj, a) if before else a)
 
@@ -175,8 +170,8 @@ def write_back(rule, do, undo, given, at, A, S, C, near, own, record, rows, to, 
         store(gq, j, by_q)
         store(grp, j, by_r)
         by_one = add(by_one, by_r)
-        _plus(gk, j, by_k)
-        _plus(gw, j, load(found, 4 * P + j, ONE))
+        plus(gk, j, by_k)
+        plus(gw, j, load(found, 4 * P + j, ONE))
     if not rule.by_channel:
         grv[0] = sums((by_one, by_one, by_one, by_one))[0]
     if rule.gains:
