@@ -31,7 +31,7 @@ from hecate.tape import Tensors, several
 
 KERNELS = "hecate.engine.cpu.walk"
 PRINTED = "learn_", "act_", "step_", "link_", "descend_"  # names of printed parts begin so; a digest follows
-BLOCK = 1 << 13  # bytes of a state's rows that stay in the first cache from their prediction to their write
+BLOCK = 1 << 14  # bytes of rows of a memory that go through a segment together: a third of a first cache
 LEAST = 16  # least number of tokens between kept states; sqrt(T) if that is more
 
 
@@ -102,13 +102,15 @@ def refusal(config: MemoryConfig) -> str | None:
     return None
 
 
-def parts_of(config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[int, bool] = (1, False)) -> Parts:
+def parts_of(
+    config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[int, bool] = (1, False), vectors: bool = False
+) -> Parts:
     """The parts of a memory whose retain is per phi channel, per value channel, both or one number; `wide` as `at_once`
-    has it."""
+    has it; `vectors`: values are whole vectors, not fours."""
     rule, retention, descent = config.rule, config.forms.retention, config.forms.descent
     algorithm = config.rule.algorithm.token_form() or AlgorithmForm()
     slots = None if rule.structure.linear else rule.structure.token_form()
-    learn, single = printed_part(config.forms.formula), not (channels or values)
+    learn, single = printed_part(config.forms.formula)._replace(options=(int(vectors),)), not (channels or values)
     if isinstance(retention, str):
         raise TypeError("the engine was chosen without its refusal being asked")
     kind = "single" if single else "channels" if channels else "rows"
@@ -149,6 +151,16 @@ def printed_part(found: Formula | Weights | AlgorithmFormula | tuple[Any, ...] |
     return Part(*importlib.import_module("hecate.engine.cpu.rows").part(found, kind))
 
 
+@lru_cache(maxsize=256)
+def block_of(height: int, unit: int, row: int) -> int:
+    """Rows of a memory that go through a segment together, in whole units: of no more than BLOCK bytes, if that can be,
+    and so many that little is padded."""
+    units = whole(height, unit) // unit
+    least = min(-(-height * row // BLOCK), units)
+    blocks = [-(-units // count) * unit for count in range(least, min(2 * least, units) + 1)]
+    return min(blocks, key=lambda block: (whole(height, block), -block))
+
+
 class Layout(NamedTuple):
     """Places of weights in a state.
 
@@ -166,11 +178,11 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def layout_of(shapes: tuple[tuple[int, ...], ...], vector: int) -> Layout:
-    """The layout of weights of these shapes, a vector having so many numbers."""
+def layout_of(shapes: tuple[tuple[int, ...], ...], vector: int, block: int = ROWS) -> Layout:
+    """The layout of weights of these shapes, a vector having so many numbers, in whole blocks of rows."""
     places, at = [], 0
     for height, width in shapes:
-        places.append((at, whole(height, ROWS), whole(width, vector)))
+        places.append((at, whole(height, block), whole(width, vector)))
         at += places[-1][1] * places[-1][2]
     _, rows, columns = zip(*places, strict=True)
     return Layout(
@@ -193,7 +205,7 @@ _ARGUMENTS = {
     "step": ("AAAAAiiiiAA", "AAAAAAAAiiiiiAA"),
     "link": ("AAiiiiAA", "AAAAiiiiAA"),
     "gain": ("AAAAiiAA", "AAAAAiiAA"),
-    "walk": ("iiRGAAAAAABB" + "A" * 12, "iiRGAAAAAABB" + "A" * 26 + "I"),
+    "walk": ("iiRGAAAAAABB" + "A" * 13, "iiRGAAAAAABB" + "A" * 27 + "I"),
 }
 PLACES = Parts._fields[:-1]
 WALKS: dict[str, tuple[str | None, ...]] = {"walk": PLACES, "layers": ("learn", "act", None, None, "link", None)}
@@ -317,12 +329,20 @@ class Walk:
         self.row, self.record = 0, 2 * self.height
         if self.route is None:
             values = tokens.retain_value is not None
-            self.parts = parts_of(config, channels=self.by_channel, values=values, wide=wide)
+            full = self.height % vector == 0
+            self.parts = parts_of(config, channels=self.by_channel, values=values, wide=wide, vectors=full)
         else:
             self.row, self.record = self.route.row, 2 * self.route.row + self.height
             learn, link = printed_part(config.forms.formula), link_part(config, wide)
             self.parts = Parts(learn, self.route.act, None, None, link, None)
         self.linked = self.parts.link.name != "no_link"
+        self.blocks = 1
+        if self.parts.plain and config.forms.apart and not self.gains:
+            unit = vector if self.height % vector == 0 else ROWS
+            block = block_of(self.height, unit, self.width * first.itemsize)
+            self.layout = layout_of(self.shapes, vector, block)
+            self.cells, self.height = self.layout.cells, whole(self.values, block)
+            self.blocks, self.record = self.height // block, 2 * block
         self.anchored = config.retention.anchored
         self.starts = tokens.reset is not None or self.anchored  # whether the start takes part
 
@@ -407,14 +427,12 @@ class Walk:
     def rule(self, kernels: types.ModuleType) -> Any:
         """The numbers that steer a walk."""
         config, lr, retention = self.config, self.tokens.lr, self.config.retention
-        block = self.height
-        if config.forms.apart:
-            block = max(ROWS, BLOCK // (self.width * lr.element_size()) // ROWS * ROWS)
         return kernels.Rule(
-            lr.shape[2] if lr.dim() == 3 else 1, self.length, self.height, self.width, self.values, self.channels,
-            self.cells, self.row, self.record, self.segment, int(self.by_channel), int(retention.uses_retain),
-            int(config.decay_order == "before_gradient"), int(config.read == "before"), self.moving, int(self.linked),
-            int(self.gains), int(self.parts.plain), block, int(retention.centring), int(self.anchored),
+            lr.shape[2] if lr.dim() == 3 else 1, self.length, self.blocks, self.height // self.blocks, self.width,
+            self.values, self.channels, self.cells // self.blocks, self.row, self.record, self.segment,
+            int(self.by_channel), int(retention.uses_retain), int(config.decay_order == "before_gradient"),
+            int(config.read == "before"), self.moving, int(self.linked), int(self.gains),
+            int(self.parts.plain), int(retention.centring), int(self.anchored),
         )  # fmt: skip
 
 
@@ -429,7 +447,8 @@ def walked(
     y = call.new(*shape, height)
     segments = call.count * -(-call.length // call.segment) if keeps else 0
     kept = [call.new(segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
-    room = 1 + call.moving if call.parts.plain else 5 + max(call.moving, 1)
+    kept.append(call.new(*shape, height) if keeps and call.parts.plain else call.new(0))
+    room = 0 if call.parts.plain else 5
     scratch = [room * call.cells + call.spare, call.record + height + 2 * width]
     call.launch(False, (*states, y, *kept), scratch)
     return (y[..., :v], *call.cut(states)), tuple(kept)
@@ -441,7 +460,7 @@ def walked_vjp(
 ) -> Tensors:  # fmt: skip
     """Cotangents of all inputs."""
     call = Walk(config, inputs, route_of)
-    tokens, height, width, cells = call.tokens, call.height, call.width, call.cells
+    tokens, height, width, cells = call.tokens, call.height, call.width, call.cells // call.blocks
     gy, *finals = cotangents
     states = call.copies(finals)
     (*shape, v), p = tokens.v.shape, call.channels

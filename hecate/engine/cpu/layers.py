@@ -234,11 +234,11 @@ def read_back(rule, graph, do, undo, W, q, gy, GW, gq, x):
 
 
 @helper
-def write(rule, graph, do, given, at, X, W, S, C, I, rv, rp, O, D, C2, record, g, z, y):
+def write(rule, graph, do, given, at, v, X, W, S, C, I, rv, rp, O, D, C2, record, g, z, y):
     """The state O, D after X, S, the gradient taken at W."""
     learn, bc, act, ac, _, _, _, _, _, _, _, _ = do
-    keys, _, values, lr, _, momentum, _, _, _, _, _ = given
-    k, v, l, r, m = part(keys, at, rule.width), part(values, at, rule.height), lr[at], rp[0], momentum[at]
+    keys, _, _, lr, _, momentum, _, _, _, _, _ = given
+    k, l, r, m = part(keys, at, rule.width), lr[at], rp[0], momentum[at]
     nodes, floor = graph.nodes, graph.numbers[1]
     _, _, bv, bt, _, _, _, row = _rows(graph, rule)
     x, f, u = _record(rule, record)
@@ -291,12 +291,12 @@ def _step_back(rule, nodes, X, S, I, T, G, H, x, f, l, r, m, g, up, row):
 
 
 @helper
-def write_back(rule, graph, do, undo, given, at, X, W, S, direction, C, near, own, more, GA, record, rows, to, z):
+def write_back(rule, graph, do, undo, given, at, v, X, W, S, direction, C, near, own, more, GA, record, rows, to, z):
     """VJP of `write`: cotangents of its key, value and gates, of G and H of the token before, and, added to GA, of the
     weights at which its gradient was taken."""
-    (_, _, v, lr, _, momentum, _, _, _, _, _), learn_back, bc = given, undo[0], do[1]
+    (_, _, _, lr, _, momentum, _, _, _, _, _), learn_back, bc = given, undo[0], do[1]
     (_, rp, _, _), (G, H, _, I, T), (_, _, grv, _, _, out), (gk, gv, _, _, _) = near, own, rows, to
-    v, l, r, m = part(v, at, rule.height), lr[at], rp[0], momentum[at]
+    l, r, m = lr[at], rp[0], momentum[at]
     nodes, floor = graph.nodes, graph.numbers[1]
     _, g, bv, bt, up, gbv, gbt, row = _rows(graph, rule)
     x, f, u = _record(rule, record)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hecate.engine.cpu import lanes
 from hecate.engine.cpu.cells import Cells, Scratch, descent_of, link_of, step_of
-from hecate.engine.cpu.vectors import FOUR, ONE, filled, load, mad, per_vector, store
+from hecate.engine.cpu.vectors import ONE, filled, load, mad, per_vector, store
 from hecate.formula import AlgorithmFormula, Formula, Weights
 from hecate.formula.nodes import SUMS, Node
 from hecate.formula.printer import literal, said, uses
@@ -53,13 +53,13 @@ def row_of(formula: Formula) -> Row:
 def act_of(nodes: tuple[Node, Node, Node]) -> Row:
     """The function of an activation: a row's values and its first and second derivatives, in whole vectors."""
     numbers: dict[Node, int] = {}
-    there = printed("act", {"x": "x"}, dict(zip(("y", "d", "dd"), nodes, strict=True)), {}, numbers, width="ONE")
+    there = printed("act", {"x": "x"}, dict(zip(("y", "d", "dd"), nodes, strict=True)), {}, numbers)
     return Row("act", there, "", tuple(node.args[0] for node in numbers))
 
 
 def printed(
     name: str, inputs: Mapping[str, str], results: Mapping[str, Node], known: Mapping[Node, str],
-    numbers: dict[Node, int], width: str = "FOUR",
+    numbers: dict[Node, int],
 ) -> str:  # fmt: skip
     """A function that writes nodes into arrays; `inputs` are the arrays of a formula's inputs, `known` those of nodes
     that are there already. The config's own numbers are added to `numbers`, with their places in c."""
@@ -71,14 +71,13 @@ def printed(
     arrays = dict.fromkeys([*inputs.values(), *known.values()])
     text |= {node: f"{array}4" for node, array in known.items()}
     first, count = next(iter(arrays)), 0
-    step = "4" if width == "FOUR" else f"per_vector({first})"
-    lines = [f"def {name}({SIGNATURES[name]}):", f"    zero = filled(load({first}, 0, {width}), 0.0)"]
-    lines += ["    place = places(zero)"]
+    lines = [f"def {name}({SIGNATURES[name]}):", f"    zero = filled(load({first}, 0, WIDE), 0.0)"]
+    lines += ["    place = places(zero)", f"    size = per_vector({first}) * len(WIDE) or 4"]
     for stage in range(max(stages.values()) + 1):
         here = [node for node in sums if stages[node] == stage + 1]
         lines += [f"    {text[node]} = {'zero' if node.op == 'total' else 'zero - INF'}" for node in here]
-        lines += [f"    for i in range(0, n, {step}):"]
-        lines += [f"        {array}4 = load({array}, i, {width})" for array in arrays]
+        lines += [f"    for i in range(0, {first}.size, size):"]  # behind n, too, where zeros belong
+        lines += [f"        {array}4 = load({array}, i, WIDE)" for array in arrays]
         inside = dict(text)
         wanted = [node.args[0] for node in here] if here else list(results.values())
         for node in uses(wanted, inside):
@@ -136,7 +135,7 @@ def function(name: str, back: bool, vectors: int = 1, whole: bool = False) -> Ca
     rows are `whole` vectors."""
     space = {
         **lanes.NAMES, "larger": lanes.larger, "first": lanes.first, "places": lanes.places, "INF": math.inf,
-        "NAN": math.nan, "FOUR": FOUR, "ONE": ONE, "WIDE": ONE * vectors, "per_vector": per_vector, "filled": filled,
+        "NAN": math.nan, "WIDE": ONE * vectors, "per_vector": per_vector, "filled": filled,
         "load": load, "store": store, "mad": mad, "__name__": __name__,
     }  # fmt: skip
     if name.startswith(("step", "link", "descend")):

@@ -26,16 +26,18 @@ from hecate.engine.cpu.vectors import OPTIONS, call, copy, fill, first_token, he
 class Rule(NamedTuple):
     """Whole numbers that steer a kernel; yes is 1.
 
-    heads: memories whose tokens lie side by side; length: tokens; height, width: V and P with padding; values,
-    channels: without; cells: of a state; row: values of a graph; record: numbers of a token for its reverse; segment:
-    tokens between kept states; by_channel: retain per phi channel; decays: a retain gate; ahead: the gradient sees the
-    decayed memory; before: reads come first; moving: slots, the last of which is the direction; linked: the memory is a
-    link's; gains: keys are turned to gains; plain: writes are those of `plain`, which read, too; block: rows of such a
-    write that go together; centred: steps go without the mean of a row; anchored: towards the start.
+    heads: memories whose tokens lie side by side; length: tokens; blocks: parts of a memory, of as many rows each, that
+    go one after the other; height, width: V of such a part and P, with padding; values, channels: of a memory, without;
+    cells: of a part's state; row: values of a graph; record: numbers of a token for its reverse; segment: tokens
+    between kept states; by_channel: retain per phi channel; decays: a retain gate; ahead: the gradient sees the decayed
+    memory; before: reads come first; moving: slots, the last of which is the direction; linked: the memory is a link's;
+    gains: keys are turned to gains; plain: writes are those of `plain`, which read, too; centred: steps go without the
+    mean of a row; anchored: towards the start.
     """
 
     heads: int
     length: int
+    blocks: int
     height: int
     width: int
     values: int
@@ -52,7 +54,6 @@ class Rule(NamedTuple):
     linked: int
     gains: int
     plain: int
-    block: int
     centred: int
     anchored: int
 
@@ -67,9 +68,10 @@ def _last(rule):
 def _spread(rule, given, at, rv, rp):
     """Retain of a token, per row and per column."""
     _, _, _, _, retain, _, _, _, _, kept, _ = given
-    if rule.decays:
-        for j in range(rule.width):
-            rp[j] = retain[at * rule.width + j] if rule.by_channel else retain[at]
+    if rule.by_channel and rule.decays:
+        copy(part(retain, at, rule.width), rp)
+    elif rule.decays:
+        fill(rp, retain[at])
     if kept.size > 0:
         copy(part(kept, at, rule.height), rv)
 
@@ -110,19 +112,20 @@ def _decay(rule, graph, do, X, I, zero, rv, rp, Y, x):
 
 
 @inline
-def _write(rule, graph, do, given, at, X, M, S, C, I, rv, rp, O, D, C2, record, g, x, y):
-    """The state O, D, C2 after X, S, C, the gradient taken at M, and a record of the token: its u and prediction. The
-    last of D is the direction. A plain write leaves its read in y, if there is one."""
+def _write(rule, graph, do, given, at, v, X, M, S, C, I, rv, rp, O, D, C2, record, g, x, y):
+    """The state O, D, C2 after X, S, C and the value v, the gradient taken at M, and a record of the token: its u and
+    prediction. The last of D is the direction. A plain write leaves its read in y; without one it is a replay, whose
+    prediction is known."""
     if rule.plain:
-        plain.write(rule, do, given, at, X, S, C, rp, O, D, C2, record, g, x, y)
+        plain.write(rule, do, given, at, v, X, S, C, rp, O, D, C2, record, g, x, y)
         return
     learn, bc, predict, pc, descend, dc, step, sc, _, _, gain, gc = do
-    keys, _, v, lr, _, momentum, _, _, others, _, _ = given
+    keys, _, _, lr, _, momentum, _, _, others, _, _ = given
     V, P = rule.height, rule.width
     k, w, u, p = part(keys, at, P), part(others, at, P), part(record, 0, V), part(record, 1, V)
     # The order of the token loop: predict, learn, the key's gain, descend, step.
     call(predict, (M, k, p, V, P, x, pc))
-    call(learn, (p, part(v, at, V), u, rule.values, bc))
+    call(learn, (p, v, u, v.size, bc))
     if rule.gains:
         call(gain, (C, k, g, C2, P, rule.channels, x, gc))
         w = g
@@ -131,12 +134,12 @@ def _write(rule, graph, do, given, at, X, M, S, C, I, rv, rp, O, D, C2, record, 
 
 
 @inline
-def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, own, more, GA, record, rows, to, x):
+def _write_back(rule, graph, do, undo, given, at, v, A, W, S, direction, C, near, own, more, GA, record, rows, to, x):
     """The reverse of `_write`."""
     if rule.plain:
-        plain.write_back(rule, do, undo, given, at, A, S, C, near, own, record, rows, to, x)
+        plain.write_back(rule, do, undo, given, at, v, A, S, C, near, own, record, rows, to, x)
         return
-    keys, _, v, lr, _, momentum, _, _, others, _, _ = given
+    keys, _, _, lr, _, momentum, _, _, others, _, _ = given
     _, bc, _, pc, descend, dc, _, sc, _, _, gain, gc = do
     learn_back, predict_back, descend_back, step_back, _, gain_back = undo
     (_, GY, Y, YM, _, zero, D), (rv, rp, g, spare), (G, H, GC, _, _) = more, near, own
@@ -162,7 +165,7 @@ def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, o
     call(descend_back, (W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, rule.values, p, x, dc))
     if rule.gains:
         call(gain_back, (C, k, GC, gg, gk, P, p, x, gc))
-    call(learn_back, (part(record, 1, V), part(v, at, V), u, gu, gp, gv, rule.values, bc))
+    call(learn_back, (part(record, 1, V), v, u, gu, gp, gv, v.size, bc))
     call(predict_back, (W, k, gp, GA, gk, V, P, x, pc))
     if rule.ahead:
         if rule.linked:
@@ -203,19 +206,20 @@ def _ahead(rule, graph, do, X, I, zero, rv, rp, Y, YM, x):
 
 def forward(
     lo, hi, rule, graph, keys, q, v, lr, retain, momentum, write, reset, others, kept, initial, X, S, C, y, keep_X,
-    keep_S, keep_C, states, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
+    keep_S, keep_C, keep_p, states, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
 ):  # fmt: skip
-    """Outputs y and, in place, the final X, S and C; with keep_X given, the state of every segment's first token."""
+    """Outputs y and, in place, the final X, S and C; with keep_X given, the state of every segment's first token, and
+    the predictions of plain writes."""
     do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
     given = (keys, q, v, lr, retain, momentum, write, reset, others, kept, initial)
     heads, T, V, P, segment, linked = rule.heads, rule.length, rule.height, rule.width, rule.segment, rule.linked
     # Scratch space is one array, cut up here: a kernel allocates nothing.
     cells, square, segments = rule.cells, P * P, (T + segment - 1) // segment
-    # A plain write needs of these states no more than A and its momentum.
-    one = 1 - rule.plain
-    A, M, zero = part(states, 0, cells), part(states, one, cells), part(states, 2 * one, cells)
-    Y, YM, rest = part(states, 3 * one, cells), part(states, 4 * one, cells), states[(1 + 4 * one) * cells :]
-    D, x = part(rest, 0, max(rule.moving, one) * cells), rest[max(rule.moving, one) * cells :]
+    M, zero, Y, YM = (
+        part(states, 0, cells), part(states, 1, cells), part(states, 2, cells), part(states, 3, cells)
+    )  # fmt: skip
+    # Of these states a plain write needs none.
+    loose, x = part(states, 4, cells), states[5 * (1 - rule.plain) * cells :]
     record, wide = part(rows, 0, rule.record), rows[rule.record :]
     g, rp, rv = part(wide, 0, P), part(wide, 1, P), wide[2 * P :]
     fill(rv, 1.0)
@@ -223,42 +227,44 @@ def forward(
     for n in range(lo, hi):
         first, known, own = first_token(n, heads, T), False, part(C, n, square)
         I = part(initial, n, cells) if rule.anchored else initial[:0]
-        _take(rule, X, S, n, A, D)
-        for t in range(T):
-            at, place = first + t * heads, n * segments + t // segment
-            if keep_X.size > 0 and t % segment == 0:
+        # Rows of a memory that never meet go through a segment part by part, each from the first cache.
+        for job in range(segments * rule.blocks):
+            index, b = job // rule.blocks, job % rule.blocks
+            m, place = n * rule.blocks + b, n * segments * rule.blocks + job
+            mine = min(rule.values - b * V, V)  # values but for padding
+            A, D = part(X, m, cells), loose
+            if rule.moving:
+                D = part(S, m, rule.moving * cells)
+            if keep_X.size > 0:
                 _leave(rule, A, D, own, keep_X, keep_S, keep_C, place)
-            if reset.size > 0 and reset[at]:
-                known = False
-                _restart(rule, initial, n, A, D, own)
-            # Once a memory and after restarts; every write leaves the link of its own state.
-            if linked and not known:
-                weigh(rule, graph, do, A, M, x)
-                known = True
-            W, writes = M if linked else A, write.size == 0 or write[at]
-            answer = part(y, at, V)
-            if (rule.before and not rule.plain) or not writes:
-                read(rule, graph, do, W, part(q, at, P), answer, x)
-            if not writes:
-                continue
-            _spread(rule, given, at, rv, rp)
-            if rule.ahead and not rule.plain:
-                W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
-            # In place: every part has read a number before it writes it, and M of a linked state is apart.
-            write_token(rule, graph, do, given, at, A, W, D, own, I, rv, rp, A, D, own, record, g, x, answer)
-            if linked:
-                weigh(rule, graph, do, A, M, x)
-            if not (rule.before or rule.plain):
-                read(rule, graph, do, M if linked else A, part(q, at, P), answer, x)
-        _leave(rule, A, D, own, X, S, C, n)
-
-
-@helper
-def _take(rule, X, S, n, A, D):
-    """A state out of others."""
-    copy(part(X, n, A.size), A)
-    if rule.moving:
-        copy(part(S, n, D.size), D)
+            for t in range(index * segment, min(T, (index + 1) * segment)):
+                at = first + t * heads
+                row = at * rule.blocks + b
+                if reset.size > 0 and reset[at]:
+                    known = False
+                    _restart(rule, initial, m, A, D, own)
+                # Once a memory and after restarts; every write leaves the link of its own state.
+                if linked and not known:
+                    weigh(rule, graph, do, A, M, x)
+                    known = True
+                W, writes = M if linked else A, write.size == 0 or write[at]
+                answer = part(y, row, V)
+                if (rule.before and not rule.plain) or not writes:
+                    read(rule, graph, do, W, part(q, at, P), answer, x)
+                if not writes:
+                    continue
+                _spread(rule, given, at, rv, rp)
+                if rule.ahead and not rule.plain:
+                    W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
+                # In place: every part has read a number before it writes it, and M of a linked state is apart.
+                value = part(part(v, row, V), 0, mine)
+                write_token(rule, graph, do, given, at, value, A, W, D, own, I, rv, rp, A, D, own, record, g, x, answer)
+                if keep_p.size > 0:
+                    copy(part(record, 1, V), part(keep_p, row, V))
+                if linked:
+                    weigh(rule, graph, do, A, M, x)
+                if not (rule.before or rule.plain):
+                    read(rule, graph, do, M if linked else A, part(q, at, P), answer, x)
 
 
 @helper
@@ -282,24 +288,26 @@ def _restart(rule, initial, n, A, D, own):
 
 
 @helper
-def _replay(rule, graph, do, given, n, start, end, states, more, near, marks, records, x):
+def _replay(rule, graph, do, given, n, b, start, end, states, keep_p, more, near, marks, records, x):
     """The states of a segment, from that in the first slot."""
-    _, _, _, _, _, _, write, reset, _, _, initial = given
+    _, _, v, _, _, _, write, reset, _, _, initial = given
     states_X, states_S, states_C, states_M = states
     segment, cells, square = rule.segment, rule.cells, rule.width**2
     slots = rule.moving * cells
     _, _, Y, YM, _, zero, D = more
     rv, rp, g, spare = near
-    s, first = 0, first_token(n, rule.heads, rule.length)
+    s, first, m = 0, first_token(n, rule.heads, rule.length), n * rule.blocks + b
+    mine = min(rule.values - b * rule.height, rule.height)
     I = part(initial, n, cells) if rule.anchored else initial[:0]
     if rule.linked:
         weigh(rule, graph, do, part(states_X, 0, cells), part(states_M, 0, cells), x)
     for i in range(end - start):
         at = first + (start + i) * rule.heads
+        row = at * rule.blocks + b
         if reset.size > 0 and reset[at]:
             s += 1
             A = part(states_X, s, cells)
-            _restart(rule, initial, n, A, part(states_S, s, slots), part(states_C, s, square))
+            _restart(rule, initial, m, A, part(states_S, s, slots), part(states_C, s, square))
             if rule.linked:
                 weigh(rule, graph, do, A, part(states_M, s, cells), x)
         # A masked token leaves the slot it starts from: both marks are the same.
@@ -318,14 +326,17 @@ def _replay(rule, graph, do, given, n, start, end, states, more, near, marks, re
                 W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
             s += 1
             record, unread = part(records, i, rule.record), x[:0]
-            write_token(rule, graph, do, given, at, A, W, S, C, I, rv, rp, O, N, C2, record, g, x, unread)
+            value = part(part(v, row, rule.height), 0, mine)
+            if keep_p.size > 0:
+                copy(part(keep_p, row, rule.height), part(record, 1, rule.height))
+            write_token(rule, graph, do, given, at, value, A, W, S, C, I, rv, rp, O, N, C2, record, g, x, unread)
             if rule.linked:
                 weigh(rule, graph, do, O, part(states_M, s, cells), x)
         marks[segment + i] = s
 
 
 @inline
-def _unwrite(rule, graph, do, undo, given, at, a, b, states, more, near, own, record, rows, to, x):
+def _unwrite(rule, graph, do, undo, given, at, value, a, b, states, more, near, own, record, rows, to, x):
     """The reverse of a token's write, between its reads."""
     states_X, states_S, states_C, states_M = states
     GM, _, Y, YM, _, zero, D = more
@@ -344,26 +355,31 @@ def _unwrite(rule, graph, do, undo, given, at, a, b, states, more, near, own, re
     _spread(rule, given, at, rv, rp)
     if rule.ahead and not rule.plain:
         W = _ahead(rule, graph, do, A, I, zero, rv, rp, Y, YM, x)
-    fill(grv, 0.0)
-    fill(grp, 0.0)
-    write_token_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, own, more, GA, record, rows, to, x)
+    if not rule.plain:
+        fill(grv, 0.0)
+        fill(grp, 0.0)
+    write_token_back(
+        rule, graph, do, undo, given, at, value, A, W, S, direction, C, near, own, more, GA, record, rows, to, x
+    )
 
 
 @helper
 def _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept):
-    """Cotangents of a token's gates."""
+    """Adds to the cotangents of a token's gates."""
     V, P = rule.height, rule.width
-    glr[at] = out[0]
+    glr[at] += out[0]
     if gm.size > 0:
-        gm[at] = out[1]
+        gm[at] += out[1]
     if rule.by_channel:
-        copy(grp, part(gr, at, P))
+        added(grp, at - at, gr, at * P, P)
+    elif rule.plain:
+        gr[at] += grv[0]
     else:  # sums over rows alone, of one number for all columns
         whole = out[0] * 0
         for r in range(V):
             whole += rv[r] * grv[r]
             grv[r] *= rp[0]
-        gr[at] = whole
+        gr[at] += whole
     if gkept.size > 0:
         copy(grv, part(gkept, at, V))
 
@@ -382,8 +398,8 @@ def _restart_back(rule, g_initial, G, H, own):
 
 def backward(
     lo, hi, rule, graph, keys, q, v, lr, retain, momentum, write, reset, others, kept, initial, keep_X, keep_S, keep_C,
-    gy, GX, GS, GC, g_initial, gk, gq, gv, glr, gr, gm, gw, gkept, states_X, states_S, states_C, states_M, many, spare,
-    rows, marks, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc, learn_back, predict_back,
+    keep_p, gy, GX, GS, GC, g_initial, gk, gq, gv, glr, gr, gm, gw, gkept, states_X, states_S, states_C, states_M, many,
+    spare, rows, marks, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc, learn_back, predict_back,
     descend_back, step_back, link_back, gain_back,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final X, S and C (GX, GS, GC)."""
@@ -405,31 +421,38 @@ def backward(
     fill(rv, 1.0)
     fill(rp, 1.0)
     for n in range(lo, hi):
-        first, G, H, GC_n = first_token(n, heads, T), part(GX, n, cells), loose, part(GC, n, square)
+        first, GC_n = first_token(n, heads, T), part(GC, n, square)
         I, GI = (part(initial, n, cells), part(g_initial, n, cells)) if rule.anchored else (initial[:0], g_initial[:0])
-        if rule.moving:
-            H = part(GS, n, rule.moving * cells)
         if rule.linked:
             fill(GM, 0.0)
-        GW, weights = (GM, states_M) if rule.linked else (G, states_X)
-        for index in range(segments - 1, -1, -1):
-            start, end, place = index * segment, min(T, (index + 1) * segment), n * segments + index
-            _take(rule, keep_X, keep_S, place, part(states_X, 0, cells), part(states_S, 0, rule.moving * cells))
+        for job in range(segments * rule.blocks - 1, -1, -1):
+            index, part_of = job // rule.blocks, job % rule.blocks
+            start, end, m = index * segment, min(T, (index + 1) * segment), n * rule.blocks + part_of
+            place, mine = n * segments * rule.blocks + job, min(rule.values - part_of * V, V)
+            G, H = part(GX, m, cells), loose
+            if rule.moving:
+                H = part(GS, m, rule.moving * cells)
+            GW, weights = (GM, states_M) if rule.linked else (G, states_X)
+            copy(part(keep_X, place, cells), part(states_X, 0, cells))
+            if rule.moving:
+                copy(part(keep_S, place, rule.moving * cells), part(states_S, 0, rule.moving * cells))
             if rule.gains:
                 copy(part(keep_C, place, square), part(states_C, 0, square))
-            _replay(rule, graph, do, given, n, start, end, states, more, near, marks, records, x)
+            _replay(rule, graph, do, given, n, part_of, start, end, states, keep_p, more, near, marks, records, x)
             # The reverse of the token loop: read after the write, write, read before it, restart.
             for i in range(end - start - 1, -1, -1):
                 at, a, b = first + (start + i) * heads, marks[i], marks[segment + i]
+                row = at * rule.blocks + part_of
                 writes, query = write.size == 0 or write[at], part(q, at, P)
-                gquery, gout = part(gq, at, P), part(gy, at, V)
+                gquery, gout = part(gq, at, P), part(gy, row, V)
                 if writes:
                     if not (rule.before or rule.plain):
                         read_back(rule, graph, do, undo, part(weights, b, cells), query, gout, GW, gquery, x)
                     key = part(gk, at, P)
-                    to = (key, part(gv, at, V), part(gw, at, P) if gw.size > 0 else key, gquery, gout)
+                    to = (key, part(gv, row, V), part(gw, at, P) if gw.size > 0 else key, gquery, gout)
+                    value = part(part(v, row, V), 0, mine)
                     _unwrite(
-                        rule, graph, do, undo, given, at, a, b, states, more, near, (G, H, GC_n, I, GI),
+                        rule, graph, do, undo, given, at, value, a, b, states, more, near, (G, H, GC_n, I, GI),
                         part(records, i, rule.record), (gu, gp, grv, gg, grp, out), to, x,
                     )  # fmt: skip
                     _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept)
@@ -438,6 +461,6 @@ def backward(
                 if reset.size > 0 and reset[at]:
                     if rule.linked:
                         unweigh(rule, graph, do, undo, part(states_X, a, cells), part(states_M, a, cells), GM, G, x)
-                    _restart_back(rule, part(g_initial, n, cells), G, H, GC_n)
+                    _restart_back(rule, part(g_initial, m, cells), G, H, GC_n)
             if rule.linked:
                 unweigh(rule, graph, do, undo, part(states_X, 0, cells), part(states_M, 0, cells), GM, G, x)
