@@ -41,7 +41,7 @@ FAULTS = [
         ("plain", "copy(q, asked)", "fill(asked, 0.0)"),
         ("plain", "added(gp, o, gu, o, V)", "added(gp, o, gu, o, V - 4)"),
         ("rows", "range(0, {first}.size, size)", "range(0, n, size)"),
-        ("walk", "H = part(GS, m, rule.moving * cells)", "H = part(GS, n, rule.moving * cells)"),
+        ("walk", "part(GS, m, rule.moving * cells) if", "part(GS, n, rule.moving * cells) if"),
         ("walk", "gr[at] += grv[0]", "gr[at] = grv[0]"),
     ),
     *_of(
@@ -49,7 +49,7 @@ FAULTS = [
         "tests/formula/test_algorithms.py",
         ("walk", "return max(rule.moving, 1) - 1", "return 0"),
         ("walk", "    fill(out, 0.0)\n", ""),
-        ("walk", "D = part(S, m, rule.moving * cells)", "D = part(S, m, cells)"),
+        ("walk", "part(S, m, rule.moving * cells) if", "part(S, m, cells) if"),
         ("cells", "enumerate([*of_slots, direction.nodes.const(0.0)])", "enumerate(of_slots)"),
         ("cells", "enumerate([*slots, direction])", "enumerate([direction, *slots])"),
         ("family", "slots.append(torch.zeros_like(memory))", "slots.append(memory)"),

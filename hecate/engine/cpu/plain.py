@@ -113,6 +113,20 @@ def _pulled(A, S, G, H, V, P, f, g, e, rp, q, late, seen, m, x):
 
 
 @inline
+def _queries(rule, q, w, rp, asked, late):
+    """Leaves the query as the state before a token meets it in `asked`, and as D' does in `late`; returns q . w. D'
+    meets none if reads come first."""
+    o = rule.width - rule.width
+    if rule.before:
+        copy(q, asked)
+        fill(late, 0.0)
+        return q[0] - q[0]
+    copy(q, late)
+    product(rp, o, q, o, asked, o, rule.width)
+    return inner(q, w, rule.width)
+
+
+@inline
 def write_back(rule, do, undo, given, at, v, A, S, C, near, own, record, rows, to, x):
     """The reverse of `write`, its read with it."""
     keys, queries, _, lr, _, momentum, _, _, others, _, _ = given
@@ -131,15 +145,9 @@ def write_back(rule, do, undo, given, at, v, A, S, C, near, own, record, rows, t
     if rule.moving:
         _predicted(H, V, P, w, gp)
         added(gp, o, gu, o, V)
-    none, along, gm = filled(load(u, 0, FOUR), 0.0), l - l, l - l
+    along = _queries(rule, q, w, rp, asked, late)
+    none, gm = filled(load(u, 0, FOUR), 0.0), l - l
     by_l, by_read = none, none
-    if rule.before:
-        copy(q, asked)
-        fill(late, 0.0)
-    else:
-        along = inner(q, w, P)
-        copy(q, late)
-        product(rp, o, q, o, asked, o, P)
     for r in range(0, V, ROWS):
         u4, g4 = load(u, r, FOUR), load(gy, r, FOUR)
         d = mad(along, g4, load(gu, r, FOUR))

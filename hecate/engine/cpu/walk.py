@@ -232,11 +232,9 @@ def forward(
             index, b = job // rule.blocks, job % rule.blocks
             m, place = n * rule.blocks + b, n * segments * rule.blocks + job
             mine = min(rule.values - b * V, V)  # values but for padding
-            A, D = part(X, m, cells), loose
-            if rule.moving:
-                D = part(S, m, rule.moving * cells)
+            A, D = part(X, m, cells), part(S, m, rule.moving * cells) if rule.moving else loose
             if keep_X.size > 0:
-                _leave(rule, A, D, own, keep_X, keep_S, keep_C, place)
+                _keep(rule, X, S, C, m, keep_X, keep_S, keep_C, place)
             for t in range(index * segment, min(T, (index + 1) * segment)):
                 at = first + t * heads
                 row = at * rule.blocks + b
@@ -268,13 +266,13 @@ def forward(
 
 
 @helper
-def _leave(rule, A, D, own, X, S, C, n):
-    """A state, and its gain's matrix, into others."""
-    copy(A, part(X, n, A.size))
+def _keep(rule, X, S, C, n, Y, T, D, m):
+    """Copies a state, the n-th of some, to the m-th of others."""
+    copy(part(X, n, rule.cells), part(Y, m, rule.cells))
     if rule.moving:
-        copy(D, part(S, n, D.size))
+        copy(part(S, n, rule.moving * rule.cells), part(T, m, rule.moving * rule.cells))
     if rule.gains:
-        copy(own, part(C, n, own.size))
+        copy(part(C, n, rule.width**2), part(D, m, rule.width**2))
 
 
 @helper
@@ -429,15 +427,9 @@ def backward(
             index, part_of = job // rule.blocks, job % rule.blocks
             start, end, m = index * segment, min(T, (index + 1) * segment), n * rule.blocks + part_of
             place, mine = n * segments * rule.blocks + job, min(rule.values - part_of * V, V)
-            G, H = part(GX, m, cells), loose
-            if rule.moving:
-                H = part(GS, m, rule.moving * cells)
+            G, H = part(GX, m, cells), part(GS, m, rule.moving * cells) if rule.moving else loose
             GW, weights = (GM, states_M) if rule.linked else (G, states_X)
-            copy(part(keep_X, place, cells), part(states_X, 0, cells))
-            if rule.moving:
-                copy(part(keep_S, place, rule.moving * cells), part(states_S, 0, rule.moving * cells))
-            if rule.gains:
-                copy(part(keep_C, place, square), part(states_C, 0, square))
+            _keep(rule, keep_X, keep_S, keep_C, place, states_X, states_S, states_C, 0)
             _replay(rule, graph, do, given, n, part_of, start, end, states, keep_p, more, near, marks, records, x)
             # The reverse of the token loop: read after the write, write, read before it, restart.
             for i in range(end - start - 1, -1, -1):
@@ -450,10 +442,9 @@ def backward(
                         read_back(rule, graph, do, undo, part(weights, b, cells), query, gout, GW, gquery, x)
                     key = part(gk, at, P)
                     to = (key, part(gv, row, V), part(gw, at, P) if gw.size > 0 else key, gquery, gout)
-                    value = part(part(v, row, V), 0, mine)
                     _unwrite(
-                        rule, graph, do, undo, given, at, value, a, b, states, more, near, (G, H, GC_n, I, GI),
-                        part(records, i, rule.record), (gu, gp, grv, gg, grp, out), to, x,
+                        rule, graph, do, undo, given, at, part(part(v, row, V), 0, mine), a, b, states, more, near,
+                        (G, H, GC_n, I, GI), part(records, i, rule.record), (gu, gp, grv, gg, grp, out), to, x,
                     )  # fmt: skip
                     _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept)
                 if (rule.before and not rule.plain) or not writes:
