@@ -54,8 +54,8 @@ FAULTS = [
     *_of(
         "formula",
         "tests/formula/test_algorithms.py",
-        ("knobs", "if any(shape != weight for shape in algorithm.slot_shapes(weight).values()):", "if False:"),
-        ("knobs", "if printed(\"f\", (), [*results, back[0], *back[3:]]).operations & MIXED:", "if False:"),
+        ("__init__", "if any(shape != weight for shape in algorithm.slot_shapes(weight).values()):", "if False:"),
+        ("__init__", "if printed(\"f\", (), [*results, back[0], *back[3:]]).operations & MIXED:", "if False:"),
     ),
     *_of(
         "engine",
@@ -444,8 +444,8 @@ FAULTS = [
         ("engine/cpu/cells", "self.vanishes(a) and self._finite(b)", "self.vanishes(a)"),
         ("engine/cpu/cells", 'else "state", first', 'else "row", first'),
         ("engine/cpu/family", '"channels" if channels else "rows"', '"channels"'),
-        ("formula/nodes", 'first if op.endswith("top") else first * size_of(nodes, SUMS[op])', "first"),
-        ("formula/knobs", "yield from _methods(inner)", "pass"),
+        ("formula/nodes", 'first if op.endswith("top") else first * nodes.size(SUMS[op])', "first"),
+        ("formula/__init__", "yield from _methods(inner)", "pass"),
         ("retention/mirror", "return memory * (g - (memory * g).sum(-1, keepdim=True) / self.scale)", "return memory * g"),
     ),
     *_of(
