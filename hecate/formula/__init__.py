@@ -285,15 +285,13 @@ def _of_algorithm(algorithm: Algorithm) -> AlgorithmFormula:
     if printed("f", (), [*results, back[0], *back[3:]]).operations & MIXED:
         raise Unprintable("a number of its step needs others of the weight")
     read, pulled_from = (tuple(nodes.input(*item) for item in axes.items()) for axes in (inputs, cotangents))
-    return AlgorithmFormula(read, pulled_from, tuple(results), back)
+    return AlgorithmFormula(read, pulled_from, tuple(results), tuple(back))
 
 
-def _cotangents(
-    variant: Variant, pullback: Callable[[Any], Any], inputs: Mapping[str, int], nodes: Nodes
-) -> tuple[Node, ...]:
+def _cotangents(variant: Variant, method: Callable[[Any], Any], inputs: Mapping[str, int], nodes: Nodes) -> list[Node]:
     """The cotangents of weights, 0 where there is none."""
-    cotangents = nodes_of(variant, pullback, inputs, nodes, axes=2)
-    return tuple([nodes.const(0.0) if node is None else node for node in cotangents])
+    cotangents = nodes_of(variant, method, inputs, nodes, axes=2)
+    return [nodes.const(0.0) if node is None else node for node in cotangents]
 
 
 # Retentions.
@@ -389,7 +387,7 @@ def _weights(retention: Retention, method: str, inputs: Mapping[str, int]) -> We
     operations = printed("f", (), [out]).operations
     if any(node.op == "in" and node.args[0] not in {*inputs, "g"} for node in (out, *back)):
         raise Unprintable("it is no weight")
-    return Weights(out, back, operations, out in _sums(nodes, nodes.input("D", CELLS)))
+    return Weights(out, tuple(back), operations, out in _sums(nodes, nodes.input("D", CELLS)))
 
 
 def _sums(nodes: Nodes, direction: Node) -> list[Node]:

@@ -148,9 +148,7 @@ def named(op: str) -> Callable[[Node], Node]:
     return lambda x: call(op, x)
 
 
-exp, log, log1p, expm1, sqrt, absolute, tanh, erf = map(
-    named, ("exp", "log", "log1p", "expm1", "sqrt", "abs", "tanh", "erf")
-)
+exp, log, log1p, expm1, sqrt, absolute, tanh, erf = map(named, "exp log log1p expm1 sqrt abs tanh erf".split())
 
 
 class Over(NamedTuple):
@@ -247,18 +245,7 @@ def _cumulative(x: Node) -> Node:
     return 0.5 * (1 + erf(x * _HALF_ROOT))
 
 
-def _exact(approximate: str) -> None:
-    if approximate != "none":
-        raise NotImplementedError
-
-
-def _gelu(x: Node, approximate: str = "none") -> Node:
-    _exact(approximate)
-    return x * _cumulative(x)
-
-
-def _gelu_backward(g: Node, x: Node, approximate: str = "none") -> Node:
-    _exact(approximate)
+def _gelu_backward(g: Node, x: Node) -> Node:
     return g * (_cumulative(x) + x * _DENSITY * exp(x * -0.5 * x))
 
 
@@ -301,8 +288,8 @@ COMPONENTWISE: dict[str, Callable[..., Any]] = {
     "log2": lambda x: log(x) * (1 / math.log(2)), "logaddexp": log_add_exp,
     "sin": named("sin"), "cos": named("cos"), "tanh": tanh, "sinh": _sinh, "cosh": lambda x: 0.5 * (exp(x) + exp(-x)),
     "erf": erf, "sigmoid": sigmoid, "relu": lambda x: where(x <= 0, 0, x), "silu": lambda x: x * sigmoid(x),
-    "gelu": _gelu, "leaky_relu": lambda x, slope=0.01: where(x > 0, x, x * slope), "softplus": _softplus,
-    "softshrink": _softshrink,
+    "gelu": lambda x: x * _cumulative(x), "leaky_relu": lambda x, slope=0.01: where(x > 0, x, x * slope),
+    "softplus": _softplus, "softshrink": _softshrink,
     "elu": lambda x, a=1, s=1, i=1: where(x > 0, x * s, expm1(x * i) * (a * s)),
     "log_sigmoid_forward": lambda x: (log_sigmoid(x), x * 0), "threshold": lambda x, t, v: where(x <= t, v, x),
     "clamp": clamp, "clamp_min": lambda x, low: clamp(x, low), "clamp_max": lambda x, high: clamp(x, None, high),

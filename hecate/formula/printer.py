@@ -45,6 +45,9 @@ DEPTH = 6  # at which an expression gets a name
 DEEPEST = 150  # operations in a chain: longer ones are refused, as nodes are walked recursively
 
 
+Numbers = Sequence[float]
+
+
 class _Whole(Node):
     """A sum over more than a row: the loss of all memories, which no result may read."""
 
@@ -57,9 +60,7 @@ class Trace(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise torch wraps the method, and its first call imports all of dynamo
 
-    def __init__(
-        self, nodes: Nodes, like: Tensor, other: Sequence[float] | None = None, wider: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, nodes: Nodes, like: Tensor, other: Numbers | None = None, wider: Numbers | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         (self.rows, *self.sizes), self.dtype = like.shape, like.dtype
         self.nodes, self.other, self.wider = nodes, other, wider
@@ -187,9 +188,8 @@ class Trace(TorchDispatchMode):
         what = "row of values" if len(self.sizes) == 1 else "weight"
         if shape not in ([self.rows, *rest], []):
             raise Unprintable(f"aten.{name} leaves the {what}: its result is {list(tensor.shape)}")
-        if any(
-            node.axes & axis and size not in shape for axis, size in zip((ALONG, DOWN), self.sizes[::-1], strict=False)
-        ):
+        along = zip((ALONG, DOWN), self.sizes[::-1], strict=False)
+        if any(node.axes & axis and size not in shape for axis, size in along):
             raise Unprintable(f"aten.{name} takes a part of a {what.partition(' ')[0]}")
 
 
@@ -204,7 +204,7 @@ def _by(sizes: Sequence[int]) -> str:
 
 
 def traced(
-    function: Callable[..., Any], inputs: Mapping[str, int], nodes: Nodes, *constants: Sequence[float] | None,
+    function: Callable[..., Any], inputs: Mapping[str, int], nodes: Nodes, *constants: Numbers | None,
     sizes: tuple[int, ...] = SIZES[1],
 ) -> tuple[list[Node], Trace]:  # fmt: skip
     """Nodes of the results of a function of tensors, and its trace; `inputs` has the axes of each input. With sizes
@@ -256,9 +256,8 @@ def nodes_of(
                 along = next(at for at, size in _counts(sizes).items() if value in (size, 1 / size))
                 known = _counts(shape)[along] ** (1 if value > 1 else -1)
             if _rounded(number) != _rounded(known):
-                raise Unprintable(
-                    f"a number of it, {number:g} for {_by(shape)} values, follows from the width in its own way"
-                )
+                what = f"{number:g} for {_by(shape)} values"
+                raise Unprintable(f"a number of it, {what}, follows from the width in its own way")
     return results
 
 
