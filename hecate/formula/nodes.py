@@ -94,6 +94,11 @@ class Nodes:
         key = ("const", repr(value), repr(other))  # 0.0 and -0.0 are two, NaN is one
         return self._made.setdefault(key, Node(self, "const", (value, other), 0))
 
+    def size(self, axes: int) -> Node:
+        """The number of numbers along axes: `N` in a row, `M` in a column."""
+        sizes = [self.input(name) for name, axis in (("N", ALONG), ("M", DOWN)) if axes & axis]
+        return sizes[0] if len(sizes) == 1 else sizes[0] * sizes[1]
+
 
 def call(op: str, *arguments: Number) -> Node:
     """An operation, simplified where that changes no result."""
@@ -124,7 +129,7 @@ def call(op: str, *arguments: Number) -> Node:
     if op == "where" and (args[1] is args[2] or first.literal()):
         return args[1] if args[1] is args[2] or first.args[0] else args[2]
     if op in SUMS and not first.axes & SUMS[op]:  # all numbers are equal
-        return first if op.endswith("top") else first * size_of(nodes, SUMS[op])
+        return first if op.endswith("top") else first * nodes.size(SUMS[op])
     if op in ("total", "top") and first.op == f"column_{op}":  # of a whole weight, always in one order
         return call(first.op, call(op, first.args[0]))
     axes = 0
@@ -143,9 +148,7 @@ def named(op: str) -> Callable[[Node], Node]:
     return lambda x: call(op, x)
 
 
-exp, log, log1p, expm1, sqrt, absolute, tanh, erf = map(
-    named, ("exp", "log", "log1p", "expm1", "sqrt", "abs", "tanh", "erf")
-)
+exp, log, log1p, expm1, sqrt, absolute, tanh, erf = map(named, "exp log log1p expm1 sqrt abs tanh erf".split())
 
 
 class Over(NamedTuple):
@@ -163,15 +166,9 @@ class Over(NamedTuple):
         x = call("top", x) if self.axes & ALONG else x
         return call("column_top", x) if self.axes & DOWN else x
 
-    def softmax(self, x: Node) -> Node:
-        """e^x over its sum."""
-        shifted = exp(x - self.top(x))
-        return shifted / self.total(shifted)
-
-    def log_softmax(self, x: Node) -> Node:
-        """The logarithm of softmax."""
-        shifted = x - self.top(x)
-        return shifted - log(self.total(exp(shifted)))
+    def shifted(self, x: Node) -> Node:
+        """x minus its largest number."""
+        return x - self.top(x)
 
     def norm(self, x: Node, order: float = 2, *_: Any, **__: Any) -> Node:
         """The vector norm of order 1, 2 or infinity."""
@@ -182,12 +179,6 @@ class Over(NamedTuple):
         if order == math.inf:
             return self.top(absolute(x))
         raise NotImplementedError
-
-
-def size_of(nodes: Nodes, axes: int) -> Node:
-    """The number of numbers along axes: `N` in a row, `M` in a column."""
-    sizes = [nodes.input(name) for name, axis in (("N", ALONG), ("M", DOWN)) if axes & axis]
-    return sizes[0] if len(sizes) == 1 else sizes[0] * sizes[1]
 
 
 def isnan(x: Node) -> Node:
@@ -243,17 +234,6 @@ def log_sigmoid(x: Node) -> Node:
     return smaller(x, 0.0) - log1p(exp(-absolute(x)))
 
 
-ALIASES = frozenset(
-    "view reshape unsqueeze squeeze expand clone detach alias contiguous to _to_copy _unsafe_view positive".split()
-)
-"""Operations whose result has the numbers of their input."""
-CONSTANTS = {
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), 0.0),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0),
-}
-"""Operations whose result is the same number everywhere."""
-ON_HOST = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true"))
-"""Operations that read a number of a tensor on the host."""
 _HALF_ROOT, _DENSITY = math.sqrt(0.5), 1 / math.sqrt(2 * math.pi)
 
 
@@ -265,18 +245,7 @@ def _cumulative(x: Node) -> Node:
     return 0.5 * (1 + erf(x * _HALF_ROOT))
 
 
-def _exact(approximate: str) -> None:
-    if approximate != "none":
-        raise NotImplementedError
-
-
-def _gelu(x: Node, approximate: str = "none") -> Node:
-    _exact(approximate)
-    return x * _cumulative(x)
-
-
-def _gelu_backward(g: Node, x: Node, approximate: str = "none") -> Node:
-    _exact(approximate)
+def _gelu_backward(g: Node, x: Node) -> Node:
     return g * (_cumulative(x) + x * _DENSITY * exp(x * -0.5 * x))
 
 
@@ -319,8 +288,8 @@ COMPONENTWISE: dict[str, Callable[..., Any]] = {
     "log2": lambda x: log(x) * (1 / math.log(2)), "logaddexp": log_add_exp,
     "sin": named("sin"), "cos": named("cos"), "tanh": tanh, "sinh": _sinh, "cosh": lambda x: 0.5 * (exp(x) + exp(-x)),
     "erf": erf, "sigmoid": sigmoid, "relu": lambda x: where(x <= 0, 0, x), "silu": lambda x: x * sigmoid(x),
-    "gelu": _gelu, "leaky_relu": lambda x, slope=0.01: where(x > 0, x, x * slope), "softplus": _softplus,
-    "softshrink": _softshrink,
+    "gelu": lambda x: x * _cumulative(x), "leaky_relu": lambda x, slope=0.01: where(x > 0, x, x * slope),
+    "softplus": _softplus, "softshrink": _softshrink,
     "elu": lambda x, a=1, s=1, i=1: where(x > 0, x * s, expm1(x * i) * (a * s)),
     "log_sigmoid_forward": lambda x: (log_sigmoid(x), x * 0), "threshold": lambda x, t, v: where(x <= t, v, x),
     "clamp": clamp, "clamp_min": lambda x, low: clamp(x, low), "clamp_max": lambda x, high: clamp(x, None, high),
@@ -345,10 +314,11 @@ COMPONENTWISE: dict[str, Callable[..., Any]] = {
 
 ROWWISE: dict[str, Callable[..., Any]] = {
     "sum": lambda over, x, *_, **__: over.total(x), "amax": lambda over, x, *_, **__: over.top(x),
-    "linalg_vector_norm": Over.norm, "mean": lambda over, x, *_, **__: over.total(x) / size_of(x.nodes, over.axes),
+    "linalg_vector_norm": Over.norm, "mean": lambda over, x, *_, **__: over.total(x) / x.nodes.size(over.axes),
     "any": lambda over, x, *_: over.top(_counted(x)) > 0, "all": lambda over, x, *_: over.top(-_counted(x)) < 0,
-    "logsumexp": lambda over, x, *_, **__: over.top(x) + log(over.total(exp(x - over.top(x)))),
-    "_softmax": lambda over, x, *_: over.softmax(x), "_log_softmax": lambda over, x, *_: over.log_softmax(x),
+    "logsumexp": lambda over, x, *_, **__: over.top(x) + log(over.total(exp(over.shifted(x)))),
+    "_softmax": lambda over, x, *_: exp(over.shifted(x)) / over.total(exp(over.shifted(x))),
+    "_log_softmax": lambda over, x, *_: over.shifted(x) - log(over.total(exp(over.shifted(x)))),
     "_softmax_backward_data": lambda over, g, y, *_: y * (g - over.total(y * g)),
     "_log_softmax_backward_data": lambda over, g, y, *_: g - exp(y) * over.total(g),
 }  # fmt: skip

@@ -21,33 +21,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hecate.errors import ConfigError
-from hecate.formula.nodes import (
-    ALIASES,
-    ALONG,
-    COMPONENTWISE,
-    CONSTANTS,
-    DOWN,
-    INFIX,
-    NAMES,
-    ON_HOST,
-    ROWWISE,
-    Node,
-    Nodes,
-    Over,
-    Unprintable,
-    size_of,
-    where,
-)
+from hecate.formula.nodes import ALONG, COMPONENTWISE, DOWN, INFIX, NAMES, ROWWISE, Node, Nodes, Over, Unprintable, call
 from hecate.variant import Variant
 
 # Numbers of rows and their sizes in a trace: all differ, so that a shape shows whether it is per row, column or memory.
 ROWS, SIZES = 3, {1: (5,), 2: (4, 5)}
 MORE, WIDER = 7, {1: (64,), 2: (16, 64)}
 OTHERS = {1: ((2,), (257,)), 2: ((17, 2), (2, 257))}  # for which a formula must take the same branches
+ALIASES = frozenset(
+    "view reshape unsqueeze squeeze expand clone detach alias contiguous to _to_copy _unsafe_view positive".split()
+)
+"""Operations whose result has the numbers of their input."""
+CONSTANTS = {
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), 0.0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0),
+}
+"""Operations whose result is the same number everywhere."""
+ON_HOST = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true"))
+"""Operations that read a number of a tensor on the host."""
 _IGNORED = ("dtype", "layout", "device", "pin_memory", "memory_format")
 HOST = "it looks at a number of a tensor on the host (`if`, `.item()`), where a kernel has all tokens at once"
 DEPTH = 6  # at which an expression gets a name
 DEEPEST = 150  # operations in a chain: longer ones are refused, as nodes are walked recursively
+
+
+Numbers = Sequence[float]
 
 
 class _Whole(Node):
@@ -62,9 +60,7 @@ class Trace(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise torch wraps the method, and its first call imports all of dynamo
 
-    def __init__(
-        self, nodes: Nodes, like: Tensor, other: Sequence[float] | None = None, wider: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, nodes: Nodes, like: Tensor, other: Numbers | None = None, wider: Numbers | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         (self.rows, *self.sizes), self.dtype = like.shape, like.dtype
         self.nodes, self.other, self.wider = nodes, other, wider
@@ -108,9 +104,9 @@ class Trace(TorchDispatchMode):
         counts = _counts(WIDER[len(self.sizes)])
         for (axes, size), more in zip(_counts(self.sizes).items(), counts.values(), strict=True):
             if (value, wide) == (size, more):
-                return size_of(self.nodes, axes)
+                return self.nodes.size(axes)
             if (value, wide) == (1 / size, 1 / more):
-                return 1 / size_of(self.nodes, axes)
+                return 1 / self.nodes.size(axes)
         what = "follows from how many there are, or from the dtype"
         raise Unprintable(f"a number of it, {value:g} for {_by(self.sizes)} values in {self.dtype}, {what}")
 
@@ -147,7 +143,7 @@ class Trace(TorchDispatchMode):
         if name in ALIASES:
             node = self.node(args[0], name)
             asked = out.is_floating_point() and not args[0].is_floating_point()
-            return where(node, 1, 0) if asked else node
+            return call("where", node, 1, 0) if asked else node
         plain = name.removesuffix("_")
         if plain in COMPONENTWISE:
             if plain != name and id(args[0]) in self.shared:
@@ -192,9 +188,8 @@ class Trace(TorchDispatchMode):
         what = "row of values" if len(self.sizes) == 1 else "weight"
         if shape not in ([self.rows, *rest], []):
             raise Unprintable(f"aten.{name} leaves the {what}: its result is {list(tensor.shape)}")
-        if any(
-            node.axes & axis and size not in shape for axis, size in zip((ALONG, DOWN), self.sizes[::-1], strict=False)
-        ):
+        along = zip((ALONG, DOWN), self.sizes[::-1], strict=False)
+        if any(node.axes & axis and size not in shape for axis, size in along):
             raise Unprintable(f"aten.{name} takes a part of a {what.partition(' ')[0]}")
 
 
@@ -209,7 +204,7 @@ def _by(sizes: Sequence[int]) -> str:
 
 
 def traced(
-    function: Callable[..., Any], inputs: Mapping[str, int], nodes: Nodes, *constants: Sequence[float] | None,
+    function: Callable[..., Any], inputs: Mapping[str, int], nodes: Nodes, *constants: Numbers | None,
     sizes: tuple[int, ...] = SIZES[1],
 ) -> tuple[list[Node], Trace]:  # fmt: skip
     """Nodes of the results of a function of tensors, and its trace; `inputs` has the axes of each input. With sizes
@@ -261,9 +256,8 @@ def nodes_of(
                 along = next(at for at, size in _counts(sizes).items() if value in (size, 1 / size))
                 known = _counts(shape)[along] ** (1 if value > 1 else -1)
             if _rounded(number) != _rounded(known):
-                raise Unprintable(
-                    f"a number of it, {number:g} for {_by(shape)} values, follows from the width in its own way"
-                )
+                what = f"{number:g} for {_by(shape)} values"
+                raise Unprintable(f"a number of it, {what}, follows from the width in its own way")
     return results
 
 

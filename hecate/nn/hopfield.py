@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hecate.checks import described, expect_count, expect_number, named
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.phi.base import compute_dtype
+from hecate.phi.base import widened
 from hecate.tape.bridge import can_inspect, without_autocast
 
 
@@ -198,5 +198,5 @@ def _prepare(
         raise ShapeError(f"mask must be bool, True where a pattern is present, got {described(mask)}")
     if mask is not None and mask.shape != lead:
         raise ShapeError(f"mask must have {expected}, got {list(mask.shape)}")
-    wide = torch.promote_types(compute_dtype(query), patterns.dtype)
-    return query.to(wide), _present(patterns, mask).to(wide)
+    query = widened(query, patterns)
+    return query, _present(patterns, mask).to(query.dtype)

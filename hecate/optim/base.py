@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiab
 from hecate.checks import expect_choice
 from hecate.distributed import gathered, is_sharded, overwrite
 from hecate.errors import ArgumentError, ConfigError, NonFiniteError, ShapeError, did_you_mean, not_known
-from hecate.optim.tensors import agreed, local, state_dtype, sum_is_finite
+from hecate.optim.tensors import State, agreed, as_matrix, local, outline, state_dtype, sum_is_finite
 from hecate.tape.bridge import can_inspect
 from hecate.variant import Config, Variant
 
@@ -147,7 +147,6 @@ def refuse_misspelt(group: Group, kind: str, options: Collection[str], others: C
             raise ConfigError(f"a group of {kind} has no option {word!r}{not_known(word, options)}")
 
 
-State = dict[str, Tensor]
 Bucket = tuple[Group, list[Tensor], list[Tensor]]
 ROUNDING = 1e-12  # torch's schedulers may end a little below 0
 
@@ -227,10 +226,8 @@ class MatrixOptimizer(Optimizer):
             setting, default = self.defaults[name], bound.signature.parameters[name].default
             acts = any(group[option] in values for group in self.param_groups)
             if (isinstance(setting, Tensor) or setting != default) and not acts:
-                raise ConfigError(
-                    f"{name}={setting} acts with {option} {' or '.join(map(repr, values))} alone, "
-                    f"which no group has; leave {name} out or set {option}"
-                )
+                alone = f"{option} {' or '.join(map(repr, values))} alone, which no group has"
+                raise ConfigError(f"{name}={setting} acts with {alone}; leave {name} out or set {option}")
 
     def prepared(self, options: Group) -> Group:
         """The defaults of groups, from the arguments of the constructor."""
@@ -240,7 +237,22 @@ class MatrixOptimizer(Optimizer):
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """The state of a parameter before its first step, sharded as the parameter is: zeros for each of `held`."""
-        return {name: zeros_like_state(p, group) for name in self.held}
+        return {name: self.zeros(p, group) for name in self.held}
+
+    def zeros(self, p: Tensor, group: Group, *shape: int) -> Tensor:
+        """Zeros in the dtype of state, of p's shape, layout and placement or of another shape, whole on its device."""
+        dtype = state_dtype(p, group["state_dtype"])
+        if shape:
+            return torch.zeros(shape, dtype=dtype, device=p.device)
+        return torch.zeros_like(p, dtype=dtype, requires_grad=False)
+
+    def rows_of(self, x: Tensor, group: Group) -> Tensor:
+        """A parameter or gradient as a matrix of rows."""
+        return as_matrix(x, group["matrix"])
+
+    def sides(self, p: Tensor, group: Group) -> torch.Size:
+        """Number of rows of a parameter, and their width."""
+        return self.rows_of(outline(p), group).shape
 
     @abstractmethod
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
@@ -310,10 +322,9 @@ class MatrixOptimizer(Optimizer):
                 if (grad := p.grad) is None or not p.numel() or p in left_out:
                     continue
                 if grad.layout is not torch.strided:
-                    raise ConfigError(
-                        f"{type(self).__name__} takes dense gradients only, got {grad.layout} for {name_of(group, p)}; "
-                        "give it to torch.optim.SparseAdam, or set sparse=False in its Embedding"
-                    )
+                    got = f"got {grad.layout} for {name_of(group, p)}"
+                    cure = "give it to torch.optim.SparseAdam, or set sparse=False in its Embedding"
+                    raise ConfigError(f"{type(self).__name__} takes dense gradients only, {got}; {cure}")
                 whole = is_sharded(p) and self.gathers(group, p)
                 _, params, grads = buckets.setdefault((number, p.device, p.dtype, whole), (group, [], []))
                 params.append(p)
@@ -331,10 +342,9 @@ class MatrixOptimizer(Optimizer):
         fatal = [group for group in watched if bad and group["on_nonfinite"] == "raise"]
         names = [name_of(group, p) for group in fatal for p in group["params"] if p in bad]
         if names:
-            raise NonFiniteError(
-                f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN or infinity; nothing "
-                "was changed. Lower lr or clip gradients; on_nonfinite='skip' leaves such parameters as they are"
-            )
+            some = f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
+            cure = "Lower lr or clip gradients; on_nonfinite='skip' leaves such parameters as they are"
+            raise NonFiniteError(f"the gradient of {some} holds NaN or infinity; nothing was changed. {cure}")
         return bad
 
     def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
@@ -365,11 +375,9 @@ class MatrixOptimizer(Optimizer):
         try:
             for p in group["params"]:
                 if not p.is_floating_point() or p.layout != torch.strided:
-                    raise ConfigError(
-                        f"{type(self).__name__} updates dense real parameters, got "
-                        f"{p.dtype if p.layout == torch.strided else p.layout} for {name_of(group, p)}; "
-                        "give it to another optimiser (complex ones as torch.view_as_real)"
-                    )
+                    got = f"{p.dtype if p.layout == torch.strided else p.layout} for {name_of(group, p)}"
+                    cure = "give it to another optimiser (complex ones as torch.view_as_real)"
+                    raise ConfigError(f"{type(self).__name__} updates dense real parameters, got {got}; {cure}")
                 if is_sharded(p) and group["differentiable"]:
                     raise ConfigError(f"differentiable=True takes whole parameters, {name_of(group, p)} is not")
             self.check(group)
@@ -388,10 +396,8 @@ class MatrixOptimizer(Optimizer):
             )
         for key in self.structural:
             if key in other and other[key] != group[key]:
-                raise ConfigError(
-                    f"the checkpoint was written with {key} = {other[key]!r}, this optimiser has "
-                    f"{group[key]!r}; construct it with the checkpoint's"
-                )
+                written = f"the checkpoint was written with {key} = {other[key]!r}"
+                raise ConfigError(f"{written}, this optimiser has {group[key]!r}; construct it with the checkpoint's")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state; refuses one of other parameters or options before anything changes.
@@ -429,28 +435,10 @@ class MatrixOptimizer(Optimizer):
 def _matching(name: str, fresh: State, saved: State) -> State:
     """A copy of a parameter's saved state, on the devices and in the dtypes of its fresh state."""
     if fresh.keys() != saved.keys():
-        raise ConfigError(
-            f"the checkpoint's state of {name} holds {sorted(saved)}, this optimiser needs "
-            f"{sorted(fresh)}; construct it as it was when the checkpoint was written"
-        )
+        needed = f"this optimiser needs {sorted(fresh)}; construct it as it was when the checkpoint was written"
+        raise ConfigError(f"the checkpoint's state of {name} holds {sorted(saved)}, {needed}")
     for key, value in fresh.items():
         if value.shape != saved[key].shape:
-            raise ShapeError(
-                f"state {key!r} of {name} is {list(value.shape)} here and "
-                f"{list(saved[key].shape)} in the checkpoint; load it into the same model"
-            )
+            shapes = f"{list(value.shape)} here and {list(saved[key].shape)} in the checkpoint"
+            raise ShapeError(f"state {key!r} of {name} is {shapes}; load it into the same model")
     return {key: saved[key].detach().to(value.device, value.dtype, copy=True) for key, value in fresh.items()}
-
-
-def put(group: Group, states: list[State], key: str, values: list[Tensor]) -> None:
-    """Puts new values into states: in place, or as new tensors under `differentiable`."""
-    for state, value in zip(states, values, strict=True):
-        if group["differentiable"]:
-            state[key] = value
-        elif state[key] is not value:
-            state[key].copy_(value)
-
-
-def zeros_like_state(p: Tensor, group: Group) -> Tensor:
-    """Zeros of p's shape, layout and placement, in the dtype of state."""
-    return torch.zeros_like(p, dtype=state_dtype(p, group["state_dtype"]), requires_grad=False)

@@ -70,10 +70,8 @@ class Leveled(torch.optim.Optimizer):
             raise ConfigError(f"{wanted}, got {shorten(factory)}")
         closure = inspect.signature(self.inner.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ConfigError(
-                f"{type(self.inner).__name__} evaluates its loss again within a step, which a window of "
-                "past gradients cannot do; use an optimiser whose step needs no closure"
-            )
+            again = "evaluates its loss again within a step, which a window of past gradients cannot do"
+            raise ConfigError(f"{type(self.inner).__name__} {again}; use an optimiser whose step needs no closure")
         if isinstance(self.inner, DGD):
             raise ConfigError("DGD steps by the samples of one backward pass, and a window has none; use it alone")
         self._windows: dict[Tensor, Tensor] = {}
@@ -81,10 +79,8 @@ class Leveled(torch.optim.Optimizer):
         self._lazy = not (isinstance(self.inner, MatrixOptimizer) or self.inner.state)
         settings = {"period": period, "reduce": reduce, "elapsed": 0, "commits": 0}
         for name in settings.keys() & self.inner.defaults.keys():
-            raise ConfigError(
-                f"{type(self.inner).__name__} has a {name!r} of its own, which that of a level would overwrite; wrap "
-                "an optimiser without one"
-            )
+            clash = f"{type(self.inner).__name__} has a {name!r} of its own, which that of a level would overwrite"
+            raise ConfigError(f"{clash}; wrap an optimiser without one")
         super().__init__(list(self.inner.param_groups), {**self.inner.defaults, **settings})
         self.state = self.inner.state
 
@@ -97,10 +93,8 @@ class Leveled(torch.optim.Optimizer):
                 loss = closure()
         slow = any(group["period"] > 1 for group in self.param_groups)
         if slow and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise ConfigError(
-                "a CUDA graph would replay one step's choice of levels for ever; capture the "
-                "forward and backward pass only, or use period=1"
-            )
+            cure = "capture the forward and backward pass only, or use period=1"
+            raise ConfigError(f"a CUDA graph would replay one step's choice of levels for ever; {cure}")
         if self._only_makes_state():
             return loss
         self._commit([group for group in self.param_groups if self._collect(group)])
@@ -269,10 +263,8 @@ def check_level(group: Group) -> None:
     if group["reduce"] not in ("mean", "sum"):
         raise ConfigError(f"reduce must be 'mean' or 'sum', got {shorten(group['reduce'])}")
     if group["period"] > 1 and group.get("differentiable"):
-        raise ConfigError(
-            f"differentiable=True with period={group['period']}: a window keeps no graph of its steps; use period=1 "
-            "for this group"
-        )
+        conflict = f"differentiable=True with period={group['period']}: a window keeps no graph of its steps"
+        raise ConfigError(f"{conflict}; use period=1 for this group")
 
 
 def add_windows(optimizer: Any, state: dict[str, Any]) -> None:
@@ -290,10 +282,8 @@ def windows_of(state: dict[str, Any], groups: list[Group]) -> dict[Tensor, Tenso
     """Copies of the windows in a state dict that have begun, in the dtype of the windows, not of the parameters."""
     for number, group in enumerate(state["param_groups"]):
         if "period" not in group or "elapsed" not in group:
-            raise CheckpointError(
-                f"param_groups[{number}] of the state has no period: another optimiser wrote it; load it into one of "
-                "that kind"
-            )
+            foreign = f"param_groups[{number}] of the state has no period: another optimiser wrote it"
+            raise CheckpointError(f"{foreign}; load it into one of that kind")
     entries = {i: e for i, e in state["state"].items() if "window" in e}
     refuse_shapes({i: {"window": e["window"]} for i, e in entries.items()}, state["param_groups"], groups)
     return {
@@ -312,10 +302,8 @@ def refuse_shapes(state: dict[int, Any], saved: list[Group], groups: list[Group]
         if shapes and (ranks != {p.ndim} or dims != list(p.shape)):
             key = next(k for k, shape in shapes.items() if shape != p.shape)
             group = next(g for g in groups if any(q is p for q in g["params"]))
-            raise ShapeError(
-                f"state {key!r} of {name_of(group, p)} is {list(shapes[key])} in the checkpoint, which does not fit "
-                f"the parameter's {list(p.shape)}; load it into the same model"
-            )
+            misfit = f"{list(shapes[key])} in the checkpoint, which does not fit the parameter's {list(p.shape)}"
+            raise ShapeError(f"state {key!r} of {name_of(group, p)} is {misfit}; load it into the same model")
 
 
 def _indexed(saved: list[Group], groups: list[Group]) -> list[tuple[int, Tensor]]:

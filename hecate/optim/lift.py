@@ -10,21 +10,19 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hecate.checks import expect_choice
 from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning, shorten
 from hecate.formula import Text, map_formula
 from hecate.late import look, put_off
-from hecate.optim.base import Group, MatrixOptimizer, State, warn
-from hecate.optim.tensors import as_matrix, largest, outline, tamed
+from hecate.optim.base import Group, MatrixOptimizer, warn
+from hecate.optim.tensors import State, largest, tamed
 from hecate.phi import FeatureMap, OddLift, Params
 
-LiftName = Literal["auto", "identity", "vjp", "pinv", "learned", "prefix"]
 Scale = Literal["none", "rms", "unit", "restored"]
 Call = Callable[[Tensor, Tensor], Tensor]
 
@@ -32,48 +30,6 @@ PROBE = 67  # no multiple of a vector register: a kernel's main loop and its tai
 LEAST_COSINE = 0.01  # between gradients and updates; below it there is no descent
 GRAM, CROSS, PHI = "lift_gram", "lift_cross", "phi."  # keys in a parameter's state
 MADE_OF = ("feature_map", "odd", "center", "input_scale", "lift", "ridge", "seed")  # options that make a row map
-
-
-def choose(feature_map: FeatureMap) -> LiftName:
-    """Meaning of `lift="auto"`: identity if components keep their sign, pinv if features decode linearly or forget
-    lengths (J_phi(x) x = 0, so that no update of vjp descends), otherwise vjp."""
-    traits = feature_map.traits()
-    if traits.rising == "everywhere":
-        return "identity"
-    return "pinv" if traits.decodes or traits.forgets_length else "vjp"
-
-
-def resolve(group: Group, widths: list[int]) -> None:
-    """Replaces `auto` in a group by the option it stands for; refuses a lift that the map does not allow at these row
-    widths.
-
-    input_scale becomes "none" if updates descend at gradients of any length, as with maps of degree 1 and with the lift
-    identity of componentwise maps of bounded slope, or if phi is neither centred nor odd-lifted; otherwise "restored".
-    """
-    feature_map = map_of(group)
-    traits = feature_map.traits()
-    if group["lift"] == "auto":
-        group["lift"] = choose(feature_map)
-    lift = group["lift"]
-    expect_choice(lift, "lift", ("identity", "vjp", "pinv", "learned", "prefix", "callable"))
-    if group["input_scale"] == "auto":
-        steady = lift == "identity" and traits.componentwise and traits.bounded_slope
-        literal = not (group["center"] or group["odd"])
-        group["input_scale"] = "none" if steady or traits.degree == 1 or literal else "restored"
-    if group["ridge"] is None:
-        group["ridge"] = 1e-6 if lift == "learned" else 0.0
-    for width in widths:
-        d_phi = feature_map.output_dim(width)
-        if lift == "identity" and d_phi != width:
-            raise ConfigError(
-                f"lift 'identity' needs as many features as columns, {feature_map.kind!r} makes {d_phi}"
-                f" of {width}; use 'vjp', 'pinv' or 'learned'"
-            )
-        if lift == "prefix" and traits.linear_at is None:
-            raise ConfigError(
-                "lift 'prefix' reads the features of degree 1 of a polynomial, got "
-                f"{feature_map.kind!r}; use 'vjp' or 'pinv'"
-            )
 
 
 @dataclass(frozen=True)
@@ -113,9 +69,9 @@ class RowMap:
         return g if self.scale == "restored" else scaled(g, self.scale)
 
     def back(self, features: Tensor, g: Tensor, residuals: Any) -> Tensor:
-        """P applied to features, `[n, columns]`; the lift `vjp` takes the Jacobian at g."""
-        if self.lift in ("identity", "vjp"):
-            lifted = features if self.lift == "identity" else self.feature_map.vjp(residuals, features)[0]
+        """P applied to features, `[n, columns]`; the lift `vjp` takes the Jacobian at g, and `none` is no P."""
+        if self.lift in ("none", "identity", "vjp"):
+            lifted = self.feature_map.vjp(residuals, features)[0] if self.lift == "vjp" else features
             return lifted if self.gain == 1 else lifted / self.gain
         if self.lift == "prefix":
             first = self.feature_map.traits().linear_at or 0
@@ -124,9 +80,8 @@ class RowMap:
             return features @ self.decoder  # type: ignore[operator]
         lifted = self.call(features, g)
         if lifted.shape != g.shape:
-            raise ShapeError(
-                f"the lift must return {list(g.shape)} from features {list(features.shape)}, got {list(lifted.shape)}"
-            )
+            wanted = f"the lift must return {list(g.shape)} from features {list(features.shape)}"
+            raise ShapeError(f"{wanted}, got {list(lifted.shape)}")
         return lifted
 
     def __call__(self, g: Tensor) -> Tensor:
@@ -269,9 +224,7 @@ class Bent(NamedTuple):
 def bend(rows: Iterable[Bent]) -> Tensor:
     """`[2]` in float64: relative distance of updates from the nearest multiple of their targets, and root mean square
     of the inputs of phi. The distance is infinity if updates or targets are all zero, as it is then not known."""
-    inputs, x, u = (
-        torch.cat([part.detach().double().flatten() for part in parts]) for parts in zip(*rows, strict=True)
-    )
+    inputs, x, u = (torch.cat([part.detach().double().flatten() for part in each]) for each in zip(*rows, strict=True))
     power, length = x.square().sum(), u.square().sum()
     multiple = (x * u).sum() / torch.where(power > 0, power, 1.0)
     rest = (u - multiple * x).square().sum() / torch.where(length > 0, length, 1.0)
@@ -298,7 +251,7 @@ class Watch:
             measures = bend(rows())
             self._largest[key] = torch.maximum(measures, self._largest.get(key, measures))
         if steps == STEPS:
-            put_off(self._largest[key], partial(self._hear, key))
+            put_off(self._largest[key], lambda value: self._heard.update({key: value.tolist()}))
         if steps < STEPS:
             return False
         look()
@@ -308,9 +261,6 @@ class Watch:
         if largest < LINEAR:
             warn(_sentence(group, largest, size), HealthWarning)
         return True
-
-    def _hear(self, key: Any, value: Tensor) -> None:
-        self._heard[key] = value.tolist()
 
 
 def _sentence(group: Group, largest: float, size: float) -> str:
@@ -356,10 +306,8 @@ class PhiOptimizer(MatrixOptimizer):
         self._given: dict[int, Params] = dict(options.pop("phi_params") or {})
         for width, params in self._given.items():
             if type(width) is not int or set(params) != {"learned", "frozen"}:
-                raise ConfigError(
-                    "phi_params must map widths of rows to parameters of phi as its init gives "
-                    f"them, got {shorten(width)}: {shorten(params)}"
-                )
+                wanted = "phi_params must map widths of rows to parameters of phi as its init gives them"
+                raise ConfigError(f"{wanted}, got {shorten(width)}: {shorten(params)}")
         self._maps: dict[tuple[Any, ...], RowMap] = {}
         self._call: Call | None = options.get("lift") if callable(options.get("lift")) else None
         if self._call is not None:
@@ -379,10 +327,6 @@ class PhiOptimizer(MatrixOptimizer):
             state |= {f"{PHI}{name}": value.clone() for name, value in row_map.params["learned"].items()}
         return state
 
-    def rows_of(self, x: Tensor, group: Group) -> Tensor:
-        """The matrix whose rows go through phi."""
-        return as_matrix(x, group["matrix"])
-
     def check(self, group: Group) -> None:
         """Resolves defaults, so that the group says what is computed; refuses maps that need a position."""
         super().check(group)
@@ -393,10 +337,8 @@ class PhiOptimizer(MatrixOptimizer):
             group["odd"] = group["center"] and plain.traits().rising == "odd_part"  # centring would cut it in half
         group["feature_map"] = plain.model_dump()
         if not (group["center"] or group["odd"] or plain.parity == "odd"):
-            warn(
-                f"center=False with {plain.kind!r}: a gradient of zero moves weights, by "
-                "-lr P phi(0) at every step; leave center=True unless that is what you study"
-            )
+            drift = "a gradient of zero moves weights, by -lr P phi(0) at every step"
+            warn(f"center=False with {plain.kind!r}: {drift}; leave center=True unless that is what you study")
         group["phi_checksums"] = {str(width): checksum(self.drawn(group, width)) for width in self.widths(group)}
 
     def agree(self, group: Group, other: Group) -> None:
@@ -419,8 +361,7 @@ class PhiOptimizer(MatrixOptimizer):
         first = group["params"][0]  # not an index, as `Leveled` passes only some of the groups
         if first not in self._watches:
             self._watches[first] = Watch() if self.may_be_linear(group) else None
-        watch = self._watches[first]
-        if watch is None:
+        if (watch := self._watches[first]) is None:
             return
         rows = rows_of()
         if watch.over(group, rows[0], lambda: [self.bent(group, x) for x in rows]):
@@ -440,8 +381,7 @@ class PhiOptimizer(MatrixOptimizer):
 
     def widths(self, group: Group) -> list[int]:
         """The widths of rows in a group."""
-        params = [p for p in group["params"] if p.numel()]
-        return sorted({self.rows_of(outline(p), group).shape[-1] for p in params})
+        return sorted({self.sides(p, group)[1] for p in group["params"] if p.numel()})
 
     def decode_errors(self) -> dict[int, float]:
         """Relative error of the lift `pinv` on Gaussian rows, by row width."""
@@ -486,11 +426,9 @@ class PhiOptimizer(MatrixOptimizer):
         error = float((features[count:] @ decoder - rows[count:]).norm() / rows[count:].norm())
         missed = f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {row_map.feature_map.kind!r}"
         if error > group["max_decode_error"]:
-            advice = "input_scale='restored', " if row_map.scale == "none" else ""
-            raise ConfigError(
-                f"{missed}, more than max_decode_error = {group['max_decode_error']}; use {advice}more features, a "
-                "wider bandwidth, or lift='vjp'"
-            )
+            first = "input_scale='restored', " if row_map.scale == "none" else ""
+            cure = f"use {first}more features, a wider bandwidth, or lift='vjp'"
+            raise ConfigError(f"{missed}, more than max_decode_error = {group['max_decode_error']}; {cure}")
         # An error of size e turns an update by up to e: momentum then feeds oscillations if e sqrt(lr curvature) is
         # above its loss per step, 1 - momentum. [OPT-LIFT-I3]
         slack = 1 - float(torch.as_tensor(group["momentum"]).detach())

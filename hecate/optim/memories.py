@@ -16,20 +16,9 @@ from hecate.algorithm import DeepMomentum as Network
 from hecate.checks import Size
 from hecate.distributed import is_sharded
 from hecate.errors import ConfigError, StabilityWarning
-from hecate.optim.base import (
-    Group,
-    MatrixOptimizer,
-    MatrixView,
-    NonNegative,
-    OptimizerKind,
-    Share,
-    State,
-    name_of,
-    put,
-    warn,
-)
+from hecate.optim.base import Group, MatrixOptimizer, MatrixView, NonNegative, OptimizerKind, Share, name_of, warn
 from hecate.optim.muon import MOMENTUM, orthogonalised, settings
-from hecate.optim.tensors import Bulk, as_matrix, by_group, grouped, largest, outline, state_dtype, tamed, together
+from hecate.optim.tensors import Bulk, State, as_matrix, by_group, grouped, largest, state_dtype, tamed, together
 from hecate.tape.bridge import can_inspect
 
 CHANGE, OUT = "w_in", "w_out"  # in the state of a parameter
@@ -110,7 +99,7 @@ class DeltaMomentum(MatrixOptimizer):
         momenta = bulk.add(momenta, erased, -1)
         updates = [orthogonalised(m, group) for m in momenta]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
-        put(group, states, MOMENTUM, momenta)
+        bulk.put(states, MOMENTUM, momenta)
 
     def _erasure(self, group: Group, memory: Tensor, grad: Tensor) -> Tensor:
         """The part of the momentum erased by the gradient, to be subtracted."""
@@ -199,10 +188,8 @@ class DeepMomentum(MatrixOptimizer):
         self._network(group)
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
-        columns = as_matrix(outline(p), group["matrix"]).shape[-1]
-        dtype, width = state_dtype(p, group["state_dtype"]), group["width"]
-        shapes = {CHANGE: (width, columns), OUT: (columns, width)}
-        return {k: torch.zeros(s, dtype=dtype, device=p.device) for k, s in shapes.items()}
+        width, (_, columns) = group["width"], self.sides(p, group)
+        return {CHANGE: self.zeros(p, group, width, columns), OUT: self.zeros(p, group, columns, width)}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         bulk = Bulk(group, [states[0][OUT]])
@@ -219,7 +206,7 @@ class DeepMomentum(MatrixOptimizer):
             answers, *layers = _answers(network, group, joined, layers)
             for key, values in zip(keys, layers, strict=True):
                 for owner, value in zip(owners, values, strict=True):
-                    put(group, owner, key, [value] * len(owner))
+                    bulk.put(owner, key, [value] * len(owner))
             return answers[0].split([len(x) for x in batch]) if shared else answers.unbind()
 
         outputs = by_group(grouped(x.shape[-1] for x in rows) if shared else together(rows, group), answered)
@@ -311,10 +298,8 @@ class DGD(MatrixOptimizer):
         mine = {p for group in self.param_groups for p in group["params"]}
         layers = [m for m in module.modules() if isinstance(m, nn.Linear) and m.weight in mine]
         if not layers:
-            raise ConfigError(
-                "attach found no torch.nn.Linear whose weight this optimiser has; construct it "
-                "with the module's parameters"
-            )
+            cure = "construct it with the module's parameters"
+            raise ConfigError(f"attach found no torch.nn.Linear whose weight this optimiser has; {cure}")
         for layer in layers:
             passes = self._seen.setdefault(layer.weight, Passes())
             for hook in layer._forward_hooks.values():
@@ -332,19 +317,15 @@ class DGD(MatrixOptimizer):
         super().check(group)
         for p in group["params"]:
             if is_sharded(p):
-                raise ConfigError(
-                    f"DGD needs every sample of every process, {name_of(group, p)} is a DTensor; "
-                    "train it on one process"
-                )
+                spread = f"{name_of(group, p)} is a DTensor; train it on one process"
+                raise ConfigError(f"DGD needs every sample of every process, {spread}")
 
     def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
         for p, grad in zip(params, grads, strict=True):
             if p not in self._seen:
                 if group["unattached"] == "refuse":
-                    raise ConfigError(
-                        f"DGD needs the inputs of {name_of(group, p)}: call attach(module), or "
-                        "set unattached='sgd' for parameters that are no weight of a Linear"
-                    )
+                    cure = "call attach(module), or set unattached='sgd' for parameters that are no weight of a Linear"
+                    raise ConfigError(f"DGD needs the inputs of {name_of(group, p)}: {cure}")
                 continue
             samples = self._seen[p]
             sample_grad = sum((s.grads.mT.to(p) @ s.inputs.to(p) for s in samples), torch.zeros_like(p))

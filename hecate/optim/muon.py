@@ -14,20 +14,8 @@ from hecate.algorithm import Algorithm, NewtonSchulz
 from hecate.algorithm.momenta import POLYNOMIALS, Coefficients, polynomials, too_many_steps
 from hecate.checks import Count, expect_choice
 from hecate.errors import ConfigError
-from hecate.optim.base import (
-    Group,
-    MatrixOptimizer,
-    MatrixView,
-    NonNegative,
-    OptimizerKind,
-    Positive,
-    Share,
-    State,
-    name_of,
-    put,
-    zeros_like_state,
-)
-from hecate.optim.tensors import Bulk, as_matrix, by_group, tamed, together
+from hecate.optim.base import Group, MatrixOptimizer, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
+from hecate.optim.tensors import Bulk, State, as_matrix, by_group, tamed, together
 
 MOMENTUM = "momentum"
 FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_window", "square", "step"
@@ -165,10 +153,8 @@ class Muon(SpectralOptimizer):
         super().check(group)
         for p in group["params"]:
             if p.ndim < 2:
-                raise ConfigError(
-                    f"Muon orthogonalises matrices, {name_of(group, p)} is none; give it a group "
-                    "of AdamW, or use M3, which has a rule for vectors"
-                )
+                cure = "give it a group of AdamW, or use M3, which has a rule for vectors"
+                raise ConfigError(f"Muon orthogonalises matrices, {name_of(group, p)} is none; {cure}")
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         momenta = [state[MOMENTUM] for state in states]
@@ -180,7 +166,7 @@ class Muon(SpectralOptimizer):
             ahead = [g.lerp(m, momentum) for g, m in zip(grads, momenta, strict=True)]
         ratios = [ratio(u, group) for u in ahead]
         bulk.move(params, muon_steps(ahead, group), lr, group["weight_decay"], ratios=ratios)
-        put(group, states, MOMENTUM, momenta)
+        bulk.put(states, MOMENTUM, momenta)
 
 
 class M3(SpectralOptimizer):
@@ -223,24 +209,22 @@ class M3(SpectralOptimizer):
 
     def check(self, group: Group) -> None:
         super().check(group)
-        scaled = [p for p in group["params"] if _keeps_square(p, group)]
-        if scaled and group["accumulate"] != "sum" and group["retain"] == 1:
-            raise ConfigError(
-                f"retain 1 never writes the second moment of {name_of(group, scaled[0])}; choose one below 1"
-            )
+        first = next((p for p in group["params"] if _keeps_square(p, group)), None)
+        if first is not None and group["accumulate"] != "sum" and group["retain"] == 1:
+            raise ConfigError(f"retain 1 never writes the second moment of {name_of(group, first)}; choose one below 1")
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         names = [FAST, SLOW, UPDATE]
         names += [WINDOW] if group["accumulate"] != "ema_last" else []
         names += [SQUARE] if _keeps_square(p, group) else []
-        state = {name: zeros_like_state(p, group) for name in names}
+        state = {name: self.zeros(p, group) for name in names}
         return state | {STEP: torch.zeros((), dtype=torch.int64)}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         bulk = Bulk(group, [states[0][FAST]])
         lr, slow = bulk.number(group["lr"]), bulk.number(group["slow"])
         grads = [g.to(state[FAST].dtype) for g, state in zip(grads, states, strict=True)]
-        put(group, states, STEP, [state[STEP] + 1 for state in states])
+        bulk.put(states, STEP, [state[STEP] + 1 for state in states])
         if squared := [(g, state) for g, state in zip(grads, states, strict=True) if SQUARE in state]:
             # An infinite square would make the average NaN at the next step.
             squares = [(g * g).clamp(max=torch.finfo(g.dtype).max) for g, _ in squared]
@@ -264,7 +248,7 @@ class M3(SpectralOptimizer):
         """x <- x + rate y (`sum`), else x <- rate x + (1 - rate) y."""
         xs, rate = [state[key] for state in states], bulk.number(rate)
         summed = group["accumulate"] == "sum"
-        put(group, states, key, bulk.add(xs, ys, rate) if summed else bulk.lerp(xs, ys, 1 - rate))
+        bulk.put(states, key, bulk.add(xs, ys, rate) if summed else bulk.lerp(xs, ys, 1 - rate))
 
     def _slow(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
         """Adds to the window; at its end moves the slow average and orthogonalises it."""
@@ -272,7 +256,7 @@ class M3(SpectralOptimizer):
         windows = grads
         if how != "ema_last":
             windows = bulk.add([state[WINDOW] for state in states], grads)
-            put(group, states, WINDOW, windows)
+            bulk.put(states, WINDOW, windows)
         due = [i for i, state in enumerate(states) if int(state[STEP]) % period == 0]
         if not due:
             return
@@ -280,9 +264,9 @@ class M3(SpectralOptimizer):
         written = [windows[i] / period if how == "ema_mean" else windows[i] for i in due]
         self._write(group, bulk, ended, SLOW, written, group["slow_momentum"])
         counts = [int(state[STEP]) // period for state in ended]
-        put(group, ended, UPDATE, self._outputs(group, ended, SLOW, counts))
+        bulk.put(ended, UPDATE, self._outputs(group, ended, SLOW, counts))
         if how != "ema_last":
-            put(group, ended, WINDOW, [torch.zeros_like(state[WINDOW]) for state in ended])
+            bulk.put(ended, WINDOW, [torch.zeros_like(state[WINDOW]) for state in ended])
 
     def _outputs(self, group: Group, states: list[State], key: str, counts: list[int]) -> list[Tensor]:
         """Contributions of an average to the updates, after its `counts`-th write."""

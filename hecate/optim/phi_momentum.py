@@ -10,56 +10,57 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.checks import expect_choice
 from hecate.errors import ConfigError, NonFiniteError
-from hecate.optim.base import (
-    Group,
-    MatrixOptimizer,
-    MatrixView,
-    NonNegative,
-    OptimizerKind,
-    Positive,
-    Share,
-    State,
-    name_of,
-    put,
-    zeros_like_state,
-)
-from hecate.optim.lift import (
-    Bent,
-    LiftName,
-    PhiOptimizer,
-    RowMap,
-    Scale,
-    by_number,
-    learn_phi,
-    learned_map,
-    map_of,
-    of_numbers,
-    resolve,
-    scaled,
-)
+from hecate.optim.base import Group, MatrixOptimizer, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
+from hecate.optim.lift import PhiOptimizer, RowMap, Scale, by_number, learn_phi, learned_map, map_of, of_numbers
 from hecate.optim.muon import MOMENTUM, orthogonalised, settings
-from hecate.optim.tensors import (
-    Bulk,
-    Pieces,
-    Tensors,
-    as_matrix,
-    by_group,
-    grouped,
-    like,
-    local,
-    outline,
-    rows_are_whole,
-    state_dtype,
-)
+from hecate.optim.tensors import Bulk, Pieces, State, Tensors, as_matrix, by_group, grouped, like, local, rows_are_whole
 from hecate.phi import FeatureMap, Identity
 
-Change = Callable[[Tensors], Tensors]
-IDENTITY = Identity()
+LiftName = Literal["auto", "identity", "vjp", "pinv", "learned", "prefix"]
 MEMORY = "memory"  # a key in a parameter's state
 SQUARE, ROWS, COLUMNS = "square", "kronecker_rows", "kronecker_columns"
 WIDEST = 8192  # the longest side of a matrix with kronecker factors
 PRECONDITIONED = ("precondition", ("diagonal", "kronecker"))
+
+
+def choose(feature_map: FeatureMap) -> LiftName:
+    """Meaning of `lift="auto"`: identity if components keep their sign, pinv if features decode linearly or forget
+    lengths (J_phi(x) x = 0, so that no update of vjp descends), otherwise vjp."""
+    traits = feature_map.traits()
+    if traits.rising == "everywhere":
+        return "identity"
+    return "pinv" if traits.decodes or traits.forgets_length else "vjp"
+
+
+def resolve(group: Group, widths: list[int]) -> None:
+    """Replaces `auto` in a group by the option it stands for; refuses a lift that the map does not allow at these row
+    widths.
+
+    input_scale becomes "none" if updates descend at gradients of any length, as with maps of degree 1 and with the lift
+    identity of componentwise maps of bounded slope, or if phi is neither centred nor odd-lifted; otherwise "restored".
+    """
+    feature_map = map_of(group)
+    traits = feature_map.traits()
+    if group["lift"] == "auto":
+        group["lift"] = choose(feature_map)
+    lift = group["lift"]
+    expect_choice(lift, "lift", ("identity", "vjp", "pinv", "learned", "prefix", "callable"))
+    if group["input_scale"] == "auto":
+        steady = lift == "identity" and traits.componentwise and traits.bounded_slope
+        literal = not (group["center"] or group["odd"])
+        group["input_scale"] = "none" if steady or traits.degree == 1 or literal else "restored"
+    if group["ridge"] is None:
+        group["ridge"] = 1e-6 if lift == "learned" else 0.0
+    for width in widths:
+        d_phi = feature_map.output_dim(width)
+        if lift == "identity" and d_phi != width:
+            needed = f"as many features as columns, {feature_map.kind!r} makes {d_phi} of {width}"
+            raise ConfigError(f"lift 'identity' needs {needed}; use 'vjp', 'pinv' or 'learned'")
+        if lift == "prefix" and traits.linear_at is None:
+            needed = f"the features of degree 1 of a polynomial, got {feature_map.kind!r}"
+            raise ConfigError(f"lift 'prefix' reads {needed}; use 'vjp' or 'pinv'")
 
 
 class PhiMomentum(PhiOptimizer):
@@ -109,7 +110,7 @@ class PhiMomentum(PhiOptimizer):
     class Options(OptimizerKind):
         kind: Literal["phi_momentum"] = "phi_momentum"
         momentum: Share = 0.9
-        feature_map: FeatureMap = IDENTITY
+        feature_map: FeatureMap = Identity()
         lift: LiftName = "auto"
         center: bool = True
         odd: bool | None = None
@@ -182,19 +183,16 @@ class PhiMomentum(PhiOptimizer):
             "precondition 'kronecker'": group["precondition"] == "kronecker",
         }
         for name, used in learned.items():
-            refused[f"differentiable=True does not reach through {name}; leave it out"] = (
-                group["differentiable"] and used
-            )
+            sentence = f"differentiable=True does not reach through {name}; leave it out"
+            refused[sentence] = group["differentiable"] and used
         for sentence, applies in refused.items():
             if applies:
                 raise ConfigError(sentence)
         for p in group["params"]:
-            sides = as_matrix(outline(p), group["matrix"]).shape
+            sides = self.sides(p, group)
             if group["precondition"] == "kronecker" and max(sides) > WIDEST:
-                raise ConfigError(
-                    f"precondition 'kronecker' keeps a square factor for each side of {name_of(group, p)}, "
-                    f"{list(sides)}, and stops at {WIDEST}; give it a group with 'diagonal'"
-                )
+                factors = f"a square factor for each side of {name_of(group, p)}, {list(sides)}, and stops at {WIDEST}"
+                raise ConfigError(f"precondition 'kronecker' keeps {factors}; give it a group with 'diagonal'")
 
     def gathers(self, group: Group, p: Tensor) -> bool:
         """True if a shard is not enough: rows are cut, or the step sums over rows."""
@@ -207,7 +205,7 @@ class PhiMomentum(PhiOptimizer):
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         state = super().fresh_state(p, group)
-        height, width = as_matrix(outline(p), group["matrix"]).shape
+        height, width = self.sides(p, group)
         rows = local(state[MOMENTUM]).new_empty(0, width)
         state |= self.learning(group, rows)
         if group["space"] == "phi":
@@ -215,7 +213,7 @@ class PhiMomentum(PhiOptimizer):
             placed = _rows_first(p, group)
             state[MOMENTUM] = like(p, features[: local(p).shape[0]]) if placed else features
         if group["precondition"] == "diagonal":
-            state[SQUARE] = zeros_like_state(p, group)
+            state[SQUARE] = self.zeros(p, group)
         if group["precondition"] == "kronecker":
             state[ROWS], state[COLUMNS] = rows.new_zeros(height, height), rows.new_zeros(width, width)
         return state
@@ -227,9 +225,9 @@ class PhiMomentum(PhiOptimizer):
         if self._at_once(group, bulk, params, grads, states):
             return
         rows = Rowwise(group, bulk, states, partial(self.row_map, group))
-        momenta = _step(group, bulk, rows.enter, rows.leave, params, grads, momenta)
+        momenta = rows.step(params, grads, momenta)
         self._guarded = self._guarded + rows.guarded
-        put(group, states, MOMENTUM, momenta)
+        bulk.put(states, MOMENTUM, momenta)
 
     def _at_once(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, states: list[State]) -> bool:
         """Takes the step in one pass of a kernel, if an update needs no more than each number's phi, momentum and mean
@@ -261,7 +259,7 @@ def _rows_first(p: Tensor, group: Group) -> bool:
 
 
 class Rowwise:
-    """The two maps of a step, into the momentum and out of it, for any phi, lift, preconditioner and space.
+    """A step with its two maps, into the momentum and out of it, for any phi, lift, preconditioner and space.
 
     They take matrices `[rows, columns]`. Gradients of one width go through phi together, unless each parameter learns
     its own lift or phi. `guarded` counts rows that the guard has changed.
@@ -274,6 +272,22 @@ class Rowwise:
         self.shapes: list[torch.Size] = []
         self.together: list[list[int]] = []
         self.lifts: dict[int, Callable[[Tensor], Tensor]] = {}  # at the gradients' rows, by index of the first gradient
+
+    def step(self, params: Tensors, grads: Tensors, momenta: Tensors) -> Tensors:
+        """One step in place; the new momentum, which under autograd is not the old tensor."""
+        group, bulk = self.group, self.bulk
+        momentum, gain, coupled, decay, step, lr = _factors(group, bulk)
+        if grads[0].dtype != momenta[0].dtype:
+            grads = [g.to(m.dtype) for g, m in zip(grads, momenta, strict=True)]
+        if coupled:
+            grads = bulk.sum(grads, params, coupled)
+        written = self.enter(grads)
+        momenta = bulk.add(bulk.decay(momenta, momentum), written, gain)
+        ahead = momenta
+        if group["nesterov"]:
+            ahead = bulk.sum([-lr * x for x in written] if group["form"] == "hope" else written, momenta, momentum)
+        bulk.move(params, self.leave(ahead), lr, decay, step=-step)
+        return momenta
 
     def enter(self, grads: Tensors) -> Tensors:
         """phi~(g) `[rows, d_phi]` in phi-space, else the preconditioned P phi~(g)."""
@@ -322,14 +336,14 @@ class Rowwise:
         name, retain, eps = (self.group[k] for k in ("precondition", "retain", "eps"))
         if name == "diagonal":
             updates, squares = diagonal(self.bulk, [state[SQUARE] for state in self.states], updates, retain, eps)
-            put(self.group, self.states, SQUARE, squares)
+            self.bulk.put(self.states, SQUARE, squares)
         elif name == "kronecker":
             for i, (u, state) in enumerate(zip(updates, self.states, strict=True)):
                 matrix = as_matrix(u, self.group["matrix"])
                 conditioned, *sides = kronecker(state[ROWS], state[COLUMNS], matrix, retain, eps)
                 updates[i] = conditioned.reshape(u.shape)
                 for key, side in zip((ROWS, COLUMNS), sides, strict=True):
-                    put(self.group, [state], key, [side])
+                    self.bulk.put([state], key, [side])
         return updates
 
 
@@ -340,27 +354,6 @@ def _factors(group: Group, bulk: Bulk) -> tuple[Any, ...]:
     gain, decays = 1 - group["dampening"], (0.0, decay) if group["decoupled"] else (decay, 0.0)
     written, step = (-lr * gain, 1.0) if group["form"] == "hope" else (gain, -lr)
     return momentum, written, *decays, step, lr
-
-
-def _step(
-    group: Group, bulk: Bulk, enter: Change, leave: Change, params: Tensors, grads: Tensors, momenta: Tensors
-) -> Tensors:
-    """One step in place; the new momentum, which under autograd is not the old tensor.
-
-    `enter` makes of gradients what is written into it, `leave` makes of it the updates of the weights.
-    """
-    momentum, gain, coupled, decay, step, lr = _factors(group, bulk)
-    if grads[0].dtype != momenta[0].dtype:
-        grads = [g.to(m.dtype) for g, m in zip(grads, momenta, strict=True)]
-    if coupled:
-        grads = bulk.sum(grads, params, coupled)
-    written = enter(grads)
-    momenta = bulk.add(bulk.decay(momenta, momentum), written, gain)
-    ahead = momenta
-    if group["nesterov"]:
-        ahead = bulk.sum([-lr * x for x in written] if group["form"] == "hope" else written, momenta, momentum)
-    bulk.move(params, leave(ahead), lr, decay, step=-step)
-    return momenta
 
 
 def diagonal(bulk: Bulk, squares: Tensors, updates: Tensors, retain: float, eps: float) -> tuple[Tensors, Tensors]:
@@ -393,11 +386,10 @@ def root(factor: Tensor, eps: float) -> Tensor:
     try:
         values, vectors = torch.linalg.eigh(factor.to(torch.promote_types(factor.dtype, torch.float32)))
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        raise NonFiniteError(
-            f"precondition 'kronecker' met statistics without eigenvalues, {list(factor.shape)}: "
-            f"squares of an update left {factor.dtype}, or a NaN came by on_nonfinite='propagate'; "
-            "clip gradients, or use precondition 'diagonal'"
-        ) from None
+        reason = f"squares of an update left {factor.dtype}, or a NaN came by on_nonfinite='propagate'"
+        met = f"statistics without eigenvalues, {list(factor.shape)}: {reason}"
+        cure = "clip gradients, or use precondition 'diagonal'"
+        raise NonFiniteError(f"precondition 'kronecker' met {met}; {cure}") from None
     values = values.clamp(min=0)
     damped = values + eps * values[-1:] + torch.finfo(values.dtype).tiny
     return ((vectors * damped.pow(-0.25)) @ vectors.mT).to(factor)
@@ -450,15 +442,9 @@ class KernelMomentum(PhiOptimizer):
         alike = all(map_of(group).output_dim(width) == width for width in self.widths(group))
         return alike and super().may_be_linear(group)
 
-    def bent(self, group: Group, x: Tensor) -> Bent:
-        """Keys and their features, which are not lifted."""
-        keys = scaled(x, group["input_scale"])
-        return Bent(keys, keys, self.row_map(group, x).features(x)[0])
-
     def fresh_state(self, p: Tensor, group: Group) -> State:
-        width = self.rows_of(outline(p), group).shape[-1]
-        dtype = state_dtype(p, group["state_dtype"])
-        memory = torch.zeros(width, map_of(group).output_dim(width), dtype=dtype, device=p.device)
+        _, width = self.sides(p, group)
+        memory = self.zeros(p, group, width, map_of(group).output_dim(width))
         return {MEMORY: memory, **self.learning(group, memory.new_empty(0, width))}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
@@ -467,11 +453,11 @@ class KernelMomentum(PhiOptimizer):
         lr, decay = bulk.number(group["lr"]), group["weight_decay"]
         keys = [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, memories, strict=True)]
         self.watch(group, lambda: keys)
-        features = [self.row_map(group, rows).features(rows)[0] for rows in keys]
+        features = [self.row_map(group, rows)(rows) for rows in keys]
         written = [rows.mT @ phi for rows, phi in zip(keys, features, strict=True)]
         memories = bulk.add(bulk.decay(memories, bulk.number(group["momentum"])), written)
         read = [phi @ memory.mT for phi, memory in zip(features, memories, strict=True)]
         if group["keys"] == "columns":
             read = [u.mT for u in read]
         bulk.move(params, [u.reshape(p.shape) for u, p in zip(read, params, strict=True)], lr, decay)
-        put(group, states, MEMORY, memories)
+        bulk.put(states, MEMORY, memories)

@@ -23,6 +23,7 @@ from hecate.formula import Text
 from hecate.tape import is_traced
 
 Tensors = list[Tensor]
+State = dict[str, Tensor]
 SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
 PIECE, SHARE = 1 << 16, 1 << 20  # numbers in a piece for kernels, and numbers that are worth another thread
 
@@ -69,10 +70,8 @@ def local(value: Any) -> Tensor:
     if not is_sharded(value):
         return value
     if any(placement.is_partial() for placement in value.placements):
-        raise ConfigError(
-            f"a gradient is placed {value.placements}: its parts are not summed yet; redistribute it to the "
-            "placements of its parameter before step"
-        )
+        cure = "redistribute it to the placements of its parameter before step"
+        raise ConfigError(f"a gradient is placed {value.placements}: its parts are not summed yet; {cure}")
     return value.to_local()
 
 
@@ -278,6 +277,14 @@ class Bulk:
         if self.differentiable:
             return [x + weight * (y - x) for x, y in zip(xs, ys, strict=True)]
         return self.apply("lerp_", xs, ys, weight)
+
+    def put(self, states: list[State], key: str, values: Tensors) -> None:
+        """Puts new values into states: in place, or as new tensors under autograd."""
+        for state, value in zip(states, values, strict=True):
+            if self.differentiable:
+                state[key] = value
+            elif state[key] is not value:
+                state[key].copy_(value)
 
     def move(
         self, params: Tensors, updates: Tensors, lr: Any, decay: Any, ratios: Any = None, step: Any = None

@@ -16,6 +16,7 @@ from hecate.checks import MAX_NUMBERS, check_shapes, check_size, without_storage
 from hecate.errors import ConfigError, ShapeError
 from hecate.tape import Block, Tensors
 from hecate.tape.bridge import without_autocast
+from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
 
@@ -202,18 +203,20 @@ class FeatureMap(Variant, family="feature_map"):
         group, what = (params["frozen"], "draw") if self.is_random else (params["learned"], "learned parameter")
         for name in names:
             if name not in group:
-                raise ConfigError(
-                    f"feature map {self.kind!r} needs its {what} {name!r}, got {sorted(group)}; "
-                    "pass params=feature_map.init(d, generator=...)"
-                )
+                cure = "pass params=feature_map.init(d, generator=...)"
+                raise ConfigError(f"feature map {self.kind!r} needs its {what} {name!r}, got {sorted(group)}; {cure}")
         return [group[name].detach() if self.is_random else group[name] for name in names]
 
     def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        """New params with fresh draws in place of the frozen ones; for random maps."""
-        raise ConfigError(
-            f"feature map {self.kind!r} has nothing to redraw: it has no random draws; "
-            "redraw maps whose `is_random` is true"
-        )
+        """New params with fresh draws of the same shapes, dtypes and device in place of the frozen ones; learned ones
+        stay. For random maps."""
+        if not self.is_random:
+            reason = f"feature map {self.kind!r} has nothing to redraw: it has no random draws"
+            raise ConfigError(f"{reason}; redraw maps whose `is_random` is true")
+        (w,) = self.parameters(params, "w")
+        fresh = self.init(w.shape[-2], heads=w.shape[0], generator=generator, dtype=torch.float64)
+        frozen = {name: value.to(params["frozen"][name]) for name, value in fresh["frozen"].items()}
+        return {"learned": params["learned"], "frozen": frozen}
 
     def features(self, x: Tensor, params: Params) -> Tensor:
         """phi(x), for maps without a hand-written VJP."""
@@ -232,8 +235,7 @@ class FeatureMap(Variant, family="feature_map"):
         def of(x: Tensor, learned: dict[str, Tensor]) -> Tensor:
             return self.features(x, params | {"learned": learned})
 
-        _, pull = torch.func.vjp(of, x, params["learned"])  # type: ignore[misc]
-        gx, glearned = pull(g)
+        gx, glearned = torch_vjp(of, (x, params["learned"]), g)
         return gx, glearned
 
     def __call__(self, x: Tensor, params: Params | None = None, *, position: Tensor | None = None) -> Tensor:
@@ -273,10 +275,8 @@ class FeatureMap(Variant, family="feature_map"):
 
         def forward(x: Tensor, *tensors: Tensor) -> tuple[Tensors, Any]:
             stream = iter(tensors)
-            inputs: Params = {
-                "learned": dict(zip(learned, stream, strict=False)),
-                "frozen": dict(zip(frozen, stream, strict=False)),
-            }
+            trained = dict(zip(learned, stream, strict=False))
+            inputs: Params = {"learned": trained, "frozen": dict(zip(frozen, stream, strict=False))}
             if position:
                 inputs["position"] = next(stream)
             features, residuals = self.forward(x, inputs)
@@ -297,10 +297,8 @@ class FeatureMap(Variant, family="feature_map"):
         what = f"feature map {self.kind!r}"
         if features.dtype != x.dtype:
             raise ShapeError(f"{what} makes {features.dtype} of {x.dtype}; give features in the dtype of x")
-        raise ShapeError(
-            f"{what} makes {features.shape[-1]} features of width {x.shape[-1]}, where its output_dim says {width}; "
-            "mend one of them"
-        )
+        declared = f"where its output_dim says {width}; mend one of them"
+        raise ShapeError(f"{what} makes {features.shape[-1]} features of width {x.shape[-1]}, {declared}")
 
 
 FeatureMapKind = FeatureMap
@@ -311,25 +309,24 @@ def seeded(generator: torch.Generator | None) -> torch.Generator:
     return torch.Generator().manual_seed(0) if generator is None else generator
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """float32 or better: the dtype in which phases, norms and exponentials are evaluated."""
-    return torch.promote_types(x.dtype, torch.float32)
+def widened(x: Tensor, *operands: Tensor) -> Tensor:
+    """x in float32, or better if it or an operand is: so phases, norms and exponentials are evaluated."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    for operand in operands:
+        dtype = torch.promote_types(dtype, operand.dtype)
+    return x.to(dtype)
 
 
 def position_of(kind: str, x: Tensor, params: Params) -> Tensor:
     """The positions of x's tokens, checked against its shape; an error says how to pass them."""
     if "position" not in params:
-        raise ConfigError(
-            f"feature map {kind!r} needs every token's position; outside a scan pass position=..., "
-            "for x [T, D] torch.arange(T)"
-        )
+        cure = "outside a scan pass position=..., for x [T, D] torch.arange(T)"
+        raise ConfigError(f"feature map {kind!r} needs every token's position; {cure}")
     position, lead = params["position"], x.shape[:-1]
     fits = all(a in (1, b) for a, b in zip(position.shape[::-1], lead[::-1], strict=False))
     if position.is_floating_point() or position.dim() > len(lead) or not fits:
-        raise ShapeError(
-            f"position must be whole numbers that broadcast to {list(lead)}, x's shape without its "
-            f"last axis, got {position.dtype} {list(position.shape)}"
-        )
+        wanted = f"whole numbers that broadcast to {list(lead)}, x's shape without its last axis"
+        raise ShapeError(f"position must be {wanted}, got {position.dtype} {list(position.shape)}")
     return position
 
 
@@ -351,9 +348,9 @@ def project(x: Tensor, w: Tensor) -> Tensor:
 
 def project_precisely(x: Tensor, w: Tensor) -> Tensor:
     """`project` in float32 or better, autocast or not; float64 draws make it float64."""
-    dtype = torch.promote_types(compute_dtype(x), w.dtype)
+    x = widened(x, w)
     with without_autocast(x.device.type):
-        return project(x.to(dtype), w.to(dtype))
+        return project(x, w.to(x.dtype))
 
 
 def project_vjp(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,9 +378,7 @@ def bounded(width: int, limit: int, d: int, knob: str, cure: str | None = None) 
     """`width`; refuses one above `limit`, with the advice to lower `knob`, or else `cure`."""
     if width > limit:
         first = f"lower {knob}, " if cure is None else cure
-        raise ConfigError(
-            f"gives d_phi = {width:,} for inputs of width {d}, more than max_d_phi = {limit:,}; "
-            f"{first}put a narrower `linear` before it with `compose`, or raise max_d_phi",
-            (knob,),
-        )
+        beyond = f"gives d_phi = {width:,} for inputs of width {d}, more than max_d_phi = {limit:,}"
+        cure = f"{first}put a narrower `linear` before it with `compose`, or raise max_d_phi"
+        raise ConfigError(f"{beyond}; {cure}", (knob,))
     return width

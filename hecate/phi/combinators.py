@@ -7,6 +7,7 @@ maps around one keep its names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Count
-from hecate.phi.base import FeatureMap, Params, Rising, Traits, bounded, compute_dtype, seeded
+from hecate.phi.base import FeatureMap, Params, Traits, bounded, seeded, widened
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Conflicts, delegating
 
@@ -47,10 +48,7 @@ class Several(FeatureMap):
     def redraw(self, params: Params, generator: torch.Generator) -> Params:
         if not self.is_random:
             return super().redraw(params, generator)
-        return _merged(
-            map_.redraw(params_at(params, i), generator) if map_.is_random else params_at(params, i)
-            for i, map_ in enumerate(self.maps)
-        )
+        return _merged(map_.redraw(p, generator) if map_.is_random else p for map_, p in self.each_with(params))
 
     def joined(self, **traits: Any) -> Traits:
         """Traits of maps that all take x: these, and others as the caller gives them."""
@@ -63,21 +61,23 @@ class Several(FeatureMap):
             **traits,
         )
 
+    def each_with(self, params: Params) -> list[tuple[FeatureMap, Params]]:
+        """The maps with their parameters."""
+        return [(map_, params_at(params, index)) for index, map_ in enumerate(self.maps)]
+
     def forward_each(self, x: Tensor, params: Params) -> tuple[list[Tensor], list[Any]]:
         """Features of maps that all take x, and the residuals of each."""
-        pairs = [map_.forward(x, params_at(params, index)) for index, map_ in enumerate(self.maps)]
+        pairs = [map_.forward(x, part) for map_, part in self.each_with(params)]
         return [features for features, _ in pairs], [residuals for _, residuals in pairs]
 
-    def vjp_each(
-        self, residuals: Sequence[Any], cotangents: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The cotangent of x, summed over the maps and rounded once to a dtype, and those of their parameters."""
+    def vjp_each(self, residuals: Sequence[Any], cotangents: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The cotangent of x, summed over the maps and rounded once, and those of their parameters."""
         gxs, grads = [], {}
         for index, (map_, residual, g) in enumerate(zip(self.maps, residuals, cotangents, strict=True)):
             gx, glearned = map_.vjp(residual, g)
-            gxs.append(gx.to(compute_dtype(gx)))
+            gxs.append(widened(gx))
             grads.update(prefixed(glearned, index))
-        return torch.stack(gxs).sum(0).to(dtype), grads
+        return torch.stack(gxs).sum(0).to(cotangents[0].dtype), grads
 
 
 class Compose(Several):
@@ -115,8 +115,8 @@ class Compose(Several):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         residuals = []
-        for index, map_ in enumerate(self.maps):
-            x, residual = map_.forward(x, params_at(params, index))
+        for map_, part in self.each_with(params):
+            x, residual = map_.forward(x, part)
             residuals.append(residual)
         return x, tuple(residuals)
 
@@ -137,10 +137,7 @@ class Compose(Several):
         return self.maps[-1].exact_kernel(x, y)
 
     def _widths(self, d: int) -> list[int]:
-        widths = [d]
-        for map_ in self.maps:
-            widths.append(map_.output_dim(widths[-1]))
-        return widths
+        return [*accumulate(self.maps, lambda width, map_: map_.output_dim(width), initial=d)]
 
 
 class Concat(Several):
@@ -179,7 +176,7 @@ class Concat(Several):
 
     def vjp(self, residuals: Any, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         each, sizes = residuals
-        return self.vjp_each(each, torch.split(g, sizes, -1), g.dtype)
+        return self.vjp_each(each, torch.split(g, sizes, -1))
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
         return _total([map_.exact_kernel(x, y) for map_ in self.maps], lambda all_: torch.stack(all_).sum(0))
@@ -223,7 +220,7 @@ class TensorProduct(Several):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Any]:
         self.output_dim(x.shape[-1])
         features, residuals = self.forward_each(x, params)
-        factors = [item.to(compute_dtype(x)) for item in features]
+        factors = [widened(item) for item in features]
         products = [factors[0]]
         for factor in factors[1:]:
             products.append((products[-1].unsqueeze(-1) * factor.unsqueeze(-2)).flatten(-2))
@@ -237,7 +234,7 @@ class TensorProduct(Several):
             with without_autocast(g.device.type):
                 cotangents.append((product.unsqueeze(-2) @ matrix).squeeze(-2))
                 carried = (matrix @ factor.unsqueeze(-1)).squeeze(-1)
-        return self.vjp_each(each, [item.to(g.dtype) for item in (carried, *cotangents[::-1])], g.dtype)
+        return self.vjp_each(each, [item.to(g.dtype) for item in (carried, *cotangents[::-1])])
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
         # Maps draw independently, so expectations multiply as well.
@@ -298,7 +295,7 @@ class Normalise(Wrapper):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
         features, residuals = self.inner.forward(x, params)
-        wide = features.to(compute_dtype(features))
+        wide = widened(features)
         divisor = self._divisor(wide)
         normalised = wide / divisor
         return normalised.to(features.dtype), (normalised, divisor, residuals)
@@ -351,11 +348,8 @@ class OddLift(Wrapper):
             yield ("inner",), f"must not be an even map, got {self.inner.kind!r}: its odd part is 0 everywhere"
 
     def traits(self) -> Traits:
-        inner = self.inner.traits()
-        rising: Rising = "none" if inner.rising == "none" else "everywhere"
-        return inner._replace(
-            non_negative=False, kernel_non_negative=False, parity="odd", rising=rising, linear_at=None
-        )
+        inner = self.inner.traits()._replace(non_negative=False, kernel_non_negative=False, linear_at=None)
+        return inner._replace(parity="odd", rising="none" if inner.rising == "none" else "everywhere")
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, Any]]:
         ahead, residuals = self.inner.forward(x, params)

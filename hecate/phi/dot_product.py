@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from functools import reduce
 from itertools import accumulate
-from math import prod
 from operator import mul
 from typing import Any, ClassVar, Literal
 
@@ -15,11 +14,11 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Count, Size
-from hecate.phi.base import Params, Parity, Traits, bounded, compute_dtype, per_head, project, project_precisely
+from hecate.phi.base import Params, Parity, Traits, bounded, per_head, project, project_precisely, widened
 from hecate.phi.combinators import Normalise
 from hecate.phi.elementwise import Identity
 from hecate.phi.polynomial import Degree, powers, powers_vjp
-from hecate.phi.random import Norms, Projected, RandomMap, normal, signs
+from hecate.phi.random import Norms, Projected, RandomMap, signs
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Conflicts
 
@@ -178,12 +177,6 @@ class Polysketch(RandomMap):
         above = {f"v{level}": (leaves >> level, r, r) for level in range(1, self._levels)}
         return {"w": (d, leaves * r), **above}
 
-    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return {
-            name: normal(prod(shape[:-1]), shape[-1], generator).reshape(shape)
-            for name, shape in self.shapes(d).items()
-        }
-
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         w, *mixing = self.parameters(params, *self.shapes(x.shape[-1]))
         z = project_precisely(x, w).unflatten(-1, (self.degree // 2, -1))
@@ -285,18 +278,14 @@ class SLAY(RandomMap):
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return {"w": (d, self._features(d))}
 
-    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return {"w": normal(d, self._features(d), generator)}
-
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         self.output_dim(x.shape[-1])
         (w,) = self.parameters(params, "w")
-        unit, unit_residuals = _UNIT.forward(x.to(torch.promote_types(compute_dtype(x), w.dtype)), params)
+        unit, unit_residuals = _UNIT.forward(widened(x, w), params)
         z = project_precisely(unit, w)
-        place: dict[str, Any] = {"dtype": z.dtype, "device": z.device}
         points = self.quadrature()
-        speed = torch.tensor([[math.sqrt(2 * s)] for s, _ in points], **place)
-        shift = torch.tensor([[(logarithm - math.log(w.shape[-1])) / 2 - s] for s, logarithm in points], **place)
+        speed = z.new_tensor([[math.sqrt(2 * s)] for s, _ in points])
+        shift = z.new_tensor([[(logarithm - math.log(w.shape[-1])) / 2 - s] for s, logarithm in points])
         e = (speed * z.unsqueeze(-2) + shift).exp().flatten(-2)
         blocks = powers(unit, 2, True)
         features = (e.unsqueeze(-1) * blocks[2].unsqueeze(-2)).flatten(-2)
@@ -316,7 +305,7 @@ class SLAY(RandomMap):
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         """c^2 sum_r w_r exp(2 s_r c): the quadrature's value, not the kernel that it approximates."""
-        x, y = (_UNIT(item.to(compute_dtype(item))) for item in (x, y))
+        x, y = _UNIT(widened(x)), _UNIT(widened(y))
         c = (x * y).sum(-1)
         total = torch.stack([torch.exp(2 * s * c + logarithm) for s, logarithm in self.quadrature()]).sum(0)
         return c.square() * total
@@ -411,7 +400,7 @@ class Favor(Projected):
         return ((project_precisely(gz, w.mT) - radial) * self._factor(scaled)).to(g.dtype), {}
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = (v.to(compute_dtype(v)) * self._factor(v) for v in (x, y))
+        x, y = (widened(v) * self._factor(v) for v in (x, y))
         if self.norms == "chi":
             return (x * y).sum(-1).exp()
         half = (x.square() + y.square()).sum(-1) / 2
@@ -495,7 +484,7 @@ class ArcCosine(Projected):
 
 def arc_cosine(x: Tensor, y: Tensor, order: Order) -> Tensor:
     """E max(w.x, 0)^order max(w.y, 0)^order for w ~ N(0, I), in float32 or better; 0 at x = 0."""
-    x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
+    x, y = widened(x), widened(y)
     a, b = x.norm(dim=-1), y.norm(dim=-1)
     # Kahan's angle: accurate for nearly parallel vectors.
     u, v = x * b.unsqueeze(-1), y * a.unsqueeze(-1)
@@ -552,7 +541,7 @@ class PerformerReLU(Projected):
         return project_precisely(gz, w.mT).to(g.dtype), {}
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
+        x, y = widened(x), widened(y)
         a, b = x.norm(dim=-1), y.norm(dim=-1)
         eps, length, d = self.kernel_epsilon, 1.0, x.shape[-1]
         if self.norms == "sqrt":  # the mean length of a row of W relative to that of a Gaussian vector

@@ -14,7 +14,7 @@ from torch import Tensor
 from hecate.checks import Count, Size
 from hecate.errors import ConfigError
 from hecate.late import put_off
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, position_of
+from hecate.phi.base import FeatureMap, Params, Traits, position_of, widened
 from hecate.tape import Block
 from hecate.tape.bridge import can_inspect, is_traced, waits
 
@@ -35,7 +35,7 @@ class Elementwise(FeatureMap):
         """The cotangent of x from that of its value; at a kink, for the side that the docstring names."""
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        wide = x.to(compute_dtype(x))
+        wide = widened(x)
         value = self.value(wide)
         return value.to(x.dtype), (wide, value)
 
@@ -208,11 +208,8 @@ class LeakyReLU(Elementwise):
     slope: float = Field(default=0.01, ge=0, lt=1)
 
     def traits(self) -> Traits:
-        flat = self.slope == 0
-        return Traits(
-            non_negative=flat, kernel_non_negative=flat, degree=1, componentwise=True,
-            rising="odd_part" if flat else "everywhere", bounded_slope=True,
-        )  # fmt: skip
+        signed = Traits(degree=1, componentwise=True, rising="everywhere", bounded_slope=True)
+        return _POSITIVE._replace(degree=1, rising="odd_part", bounded_slope=True) if self.slope == 0 else signed
 
     def value(self, x: Tensor) -> Tensor:
         return torch.nn.functional.leaky_relu(x, self.slope)
@@ -277,10 +274,8 @@ class GELUShifted(Elementwise):
     shift: float = Field(default=0.2)
 
     def traits(self) -> Traits:
-        positive = self.shift >= _DEPTH
-        return _POSITIVE._replace(
-            non_negative=positive, kernel_non_negative=positive, rising="odd_part", bounded_slope=True
-        )
+        sure = self.shift >= _DEPTH
+        return _POSITIVE._replace(non_negative=sure, kernel_non_negative=sure, rising="odd_part", bounded_slope=True)
 
     def value(self, x: Tensor) -> Tensor:
         return torch.nn.functional.gelu(x) + self.shift
@@ -427,16 +422,13 @@ class DPFP(FeatureMap):
 
     def output_dim(self, d: int) -> int:
         if self.nu > 2 * d - 1:
-            raise ConfigError(
-                f"must be at most 2 d - 1 = {2 * d - 1} for inputs of width {d}, got {self.nu}; "
-                "a roll by 2 d is none, and larger ones repeat the first",
-                ("nu",),
-            )
+            wanted = f"must be at most 2 d - 1 = {2 * d - 1} for inputs of width {d}, got {self.nu}"
+            raise ConfigError(f"{wanted}; a roll by 2 d is none, and larger ones repeat the first", ("nu",))
         return 2 * d * self.nu
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         self.output_dim(x.shape[-1])
-        y = halves(x.to(compute_dtype(x)))
+        y = halves(widened(x))
         rolled = [y.roll(j, -1) for j in range(1, self.nu + 1)]
         products = [y * other for other in rolled]
         return torch.cat(products, -1).to(x.dtype), (y, rolled)
@@ -475,8 +467,8 @@ class CosFormer(FeatureMap):
     promises = Traits(non_negative=True, kernel_non_negative=True, degree=1, needs_position=True)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        cos, sin = self._turn(position_of(self.kind, x, params), compute_dtype(x))
-        rectified = torch.relu(x).to(cos.dtype)
+        rectified = widened(torch.relu(x))
+        cos, sin = self._turn(position_of(self.kind, x, params), rectified.dtype)
         features = torch.cat([rectified * cos, rectified * sin], -1)
         return features.to(x.dtype), (x, cos, sin)
 
@@ -489,10 +481,9 @@ class CosFormer(FeatureMap):
     def _refuse(self, ends: Tensor) -> None:
         low, high = ends.tolist()
         if low < 0 or high > self.max_length:
-            raise ConfigError(
-                f"feature map 'cosformer' has max_length={self.max_length} and takes the positions "
-                f"0..{self.max_length}, got {int(low)}..{int(high)}; raise max_length or reset the memory earlier"
-            )
+            takes = f"has max_length={self.max_length} and takes the positions 0..{self.max_length}"
+            cure = "raise max_length or reset the memory earlier"
+            raise ConfigError(f"feature map 'cosformer' {takes}, got {int(low)}..{int(high)}; {cure}")
 
     def _turn(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         inside = (position >= 0) & (position <= self.max_length)

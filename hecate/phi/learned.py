@@ -10,16 +10,7 @@ from torch import Tensor
 
 from hecate.activation import GELU, Activation, ActivationKind, SiLU
 from hecate.checks import Size
-from hecate.phi.base import (
-    FeatureMap,
-    Params,
-    Traits,
-    compute_dtype,
-    per_head,
-    project_precisely,
-    project_vjp,
-    sum_to_heads,
-)
+from hecate.phi.base import FeatureMap, Params, Traits, per_head, project_precisely, project_vjp, sum_to_heads, widened
 from hecate.variant import Conflicts
 
 
@@ -62,7 +53,7 @@ class Linear(FeatureMap):
 
     def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, weight = residuals
-        gx, gweight = project_vjp(x, weight, g.to(torch.promote_types(compute_dtype(x), weight.dtype)))
+        gx, gweight = project_vjp(x, weight, widened(g, weight))
         return gx.to(x.dtype), {"weight": gweight}
 
 
@@ -263,7 +254,7 @@ class Softmax(FeatureMap):
         return Traits(non_negative=True, kernel_non_negative=True, norm_bound=bound)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        z = x.to(compute_dtype(x)) / self.temperature
+        z = widened(x) / self.temperature
         features = both_softmax(z) if self.half_space else z.softmax(-1)
         return features.to(x.dtype), features
 

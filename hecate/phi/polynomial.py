@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Count
-from hecate.phi.base import FeatureMap, Params, PowerForm, Traits, bounded, compute_dtype, per_head, sum_to_heads
+from hecate.phi.base import FeatureMap, Params, PowerForm, Traits, bounded, per_head, sum_to_heads, widened
 from hecate.variant import Conflicts, still_declared
 
 BLOCK = 16
@@ -96,14 +96,14 @@ class Polynomial(FeatureMap):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         self.output_dim(x.shape[-1])
         raw = self.parameters(params, "coefficients")[0] if self.coefficients == "learned" else None
-        roots = self._roots(x, raw)
-        blocks = powers(x.to(compute_dtype(x)), self.degree, self._symmetric)
+        wide = widened(x)
+        roots, blocks = self._roots(wide, raw), powers(wide, self.degree, self._symmetric)
         parts = [roots[i] * blocks[i] for i in range(self._first, self.degree + 1)]
         return torch.cat(parts, -1).to(x.dtype), (x, blocks, raw, roots)
 
     def vjp(self, residuals: tuple[Any, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, blocks, raw, roots = residuals
-        wide = x.to(compute_dtype(x))
+        wide = widened(x)
         sizes = widths(x.shape[-1], self.degree, self._symmetric)
         missing = [torch.zeros_like(blocks[0])] * self._first
         grads = [*missing, *torch.split(g.to(wide.dtype), sizes[self._first :], -1)]
@@ -146,7 +146,7 @@ class Polynomial(FeatureMap):
         """sqrt(a_i) by degree: numbers, or `[..., 1]` tensors when they are learned."""
         if raw is None:
             return [math.sqrt(a) for a in self._fixed()]
-        roots = torch.nn.functional.softplus(per_head(raw, x).to(compute_dtype(x))).sqrt()
+        roots = torch.nn.functional.softplus(per_head(raw, x).to(x.dtype)).sqrt()
         return list(torch.split(roots, 1, -1))
 
 
@@ -182,7 +182,7 @@ class Taylor(FeatureMap):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Sequence[Tensor]]]:
         self.output_dim(x.shape[-1])
-        scaled = x.to(compute_dtype(x)) / math.sqrt(math.sqrt(x.shape[-1]))
+        scaled = widened(x) / math.sqrt(math.sqrt(x.shape[-1]))
         blocks = powers(scaled, self.order, self.compact)
         parts = [block * _root(i) for i, block in enumerate(blocks)]
         return torch.cat(parts, -1).to(x.dtype), (scaled, blocks)
@@ -265,7 +265,7 @@ class Rebased(FeatureMap):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         self.output_dim(x.shape[-1])
         scale, shift = self.parameters(params, "scale", "shift")
-        wide = x.to(compute_dtype(x))
+        wide = widened(x)
         centred = wide - wide.mean(-1, keepdim=True)
         deviation = (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
         normal = centred / deviation
@@ -428,9 +428,7 @@ def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerFor
 def _places(d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each feature of F, its index in phi and its entry of E; for each of phi, the one or two indices in F, the
     second one past the end of F if there is none."""
-    pairs = torch.tensor(
-        [(i, j) for at in range(0, d, BLOCK) for i in range(at, min(at + BLOCK, d)) for j in range(at, d)]
-    )
+    pairs = torch.tensor([(i, j) for i in range(d) for j in range(i - i % BLOCK, d)])
     low, high = pairs.aminmax(dim=1)
     where = torch.cat((torch.arange(1 + d), 1 + d + high * (high + 1) // 2 + low))
     # A pair within a block is there in both orders, each times 1 / sqrt(2).

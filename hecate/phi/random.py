@@ -13,16 +13,7 @@ from torch import Tensor
 
 from hecate.checks import Size
 from hecate.errors import ConfigError, ShapeError
-from hecate.phi.base import (
-    FeatureMap,
-    Params,
-    Traits,
-    compute_dtype,
-    per_head,
-    project_precisely,
-    project_vjp,
-    sum_to_heads,
-)
+from hecate.phi.base import FeatureMap, Params, Traits, per_head, project_precisely, project_vjp, sum_to_heads, widened
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Conflicts
 
@@ -30,8 +21,8 @@ Norms = Literal["chi", "sqrt"]
 
 
 class RandomMap(FeatureMap):
-    """A feature map with frozen random draws. A variant defines `draw`, the draws of one head, and their `shapes`
-    unless it draws a single projection.
+    """A feature map with frozen random draws. A variant defines `draw`, the draws of one head, unless they are standard
+    normal, and their `shapes` unless it draws a single projection.
 
     Draws are made in float64 on the CPU, head after head, and then cast: one seed gives one map on every dtype and
     device, and the first heads of a map do not depend on how many follow. Without a generator the seed is 0; the global
@@ -42,28 +33,18 @@ class RandomMap(FeatureMap):
         return {"w": (d, self.output_dim(d))}
 
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh draws for one head: float64 CPU tensors without the head axis."""
-        raise NotImplementedError(f"{type(self).__name__} does not define draw")
+        """Fresh draws for one head: float64 CPU tensors without the head axis; by default standard normal ones."""
+        return {name: normal(shape, generator) for name, shape in self.shapes(d).items()}
 
     def fresh(self, d: int, heads: int, generator: torch.Generator) -> dict[str, Tensor]:
         if d < 1 or heads < 1:
             raise ShapeError(f"{self.kind} needs a width and a head count of at least 1, got {d} and {heads}")
         if generator.device.type != "cpu":
-            raise ConfigError(
-                f"{self.kind} draws on the CPU, so that a seed gives the same map on every device, "
-                f"got a generator on {generator.device}; pass a CPU torch.Generator"
-            )
+            reason = "so that a seed gives the same map on every device"
+            got = f"got a generator on {generator.device}; pass a CPU torch.Generator"
+            raise ConfigError(f"{self.kind} draws on the CPU, {reason}, {got}")
         draws = [self.draw(d, generator) for _ in range(heads)]
         return {name: torch.stack([one[name] for one in draws]) for name in draws[0]}
-
-    def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        """New params with fresh draws of the same shapes, dtypes and device; learned ones stay."""
-        if not self.is_random:
-            return super().redraw(params, generator)
-        (w,) = self.parameters(params, "w")
-        fresh = self.init(w.shape[-2], heads=w.shape[0], generator=generator, dtype=torch.float64)
-        frozen = {name: value.to(params["frozen"][name]) for name, value in fresh["frozen"].items()}
-        return {"learned": params["learned"], "frozen": frozen}
 
 
 class Projected(RandomMap):
@@ -82,9 +63,9 @@ class Projected(RandomMap):
         return {"w": projections(d, m, generator, orthogonal=self.orthogonal, norms=self.norms)}
 
 
-def normal(d: int, m: int, generator: torch.Generator) -> Tensor:
-    """Standard normal `[d, m]` in float64 on the CPU."""
-    return torch.randn(d, m, dtype=torch.float64, device="cpu", generator=generator)
+def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Standard normal numbers, in float64 on the CPU."""
+    return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
 
 
 def signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -99,7 +80,7 @@ def haar(d: int, generator: torch.Generator) -> Tensor:
     References: How to generate random matrices from the classical compact groups (Mezzadri, 2006, arXiv
     math-ph/0609050). [PHI-RAND-D1]
     """
-    gaussian, threads = normal(d, d, generator), torch.get_num_threads()
+    gaussian, threads = normal((d, d), generator), torch.get_num_threads()
     torch.set_num_threads(1)  # LAPACK's rounding depends on it, so one seed would give other last bits
     try:
         q, r = torch.linalg.qr(gaussian)
@@ -117,11 +98,11 @@ def projections(d: int, m: int, generator: torch.Generator, *, orthogonal: bool,
     if orthogonal:
         columns = torch.cat([haar(d, generator) for _ in range(-(-m // d))], dim=1)[:, :m]
     else:
-        columns = normal(d, m, generator)
+        columns = normal((d, m), generator)
         if norms == "chi":
             return columns
         columns = columns / columns.norm(dim=0)
-    return columns * (normal(d, m, generator).norm(dim=0) if norms == "chi" else math.sqrt(d))
+    return columns * (normal((d, m), generator).norm(dim=0) if norms == "chi" else math.sqrt(d))
 
 
 def default_width(d: int) -> int:
@@ -200,7 +181,7 @@ class RandomFourier(RandomMap):
         return project_precisely(gphase, w.mT).to(g.dtype), {}
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
+        x, y = widened(x), widened(y)
         return (-(x - y).square().sum(-1) / (2 * self.sigma**2)).exp()
 
 
@@ -258,9 +239,9 @@ class SORF(RandomMap):
         d, padded = w.shape[-2], signs.shape[-1]
         if x.shape[-1] != d:
             raise ShapeError(f"expected inputs of width {d}, got {list(x.shape)}")
-        dtype = torch.promote_types(compute_dtype(x), w.dtype)
-        first, later = (per_head(item, x).to(dtype) for item in (w.mT, signs))
-        z = torch.nn.functional.pad(x.to(dtype).unsqueeze(-2) * first, (0, padded - d))
+        wide = widened(x, w)
+        first, later = (per_head(item, x).to(wide.dtype) for item in (w.mT, signs))
+        z = torch.nn.functional.pad(wide.unsqueeze(-2) * first, (0, padded - d))
         for step in range(2):
             z = walsh_hadamard(z) * later[..., step, :]
         phase = walsh_hadamard(z).flatten(-2)[..., : self.output_dim(d) // 2] * self._length(padded)
@@ -341,7 +322,7 @@ class Nystrom(RandomMap):
         return Traits(is_random=self.centres == "drawn", norm_bound=1.0)
 
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return {"w": self.spread * normal(d, self.output_dim(d), generator)}
+        return {"w": self.spread * normal((d, self.output_dim(d)), generator)}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         (w,) = self.parameters(params, "w")

@@ -20,20 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hecate.checks import expect_choice
 from hecate.errors import ConfigError
-from hecate.tape.tape import (
-    Block,
-    Made,
-    Program,
-    Tape,
-    Tensors,
-    Values,
-    differentiable,
-    distinct,
-    execute,
-    remembering,
-    replay,
-    several,
-)
+from hecate.tape.tape import Block, Made, Program, Tape, Tensors, Values, differentiable, distinct, execute, remembering
 
 Autodiff = Literal["auto", "tape", "torch"]
 Forward = Callable[[Tensors, bool], Made]  # (inputs, keeps) -> outputs, record
@@ -76,7 +63,7 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
             # Remembered results would be constants to a second derivative, so then everything runs again.
             checkpoints = [] if record is None or torch.is_grad_enabled() else record
             with full_precision(cotangents):
-                return replay(Tape(), program, inputs, cotangents, checkpoints)
+                return Tape().replay(program, inputs, cotangents, checkpoints)
 
         if compiling:  # which cannot trace a Function that gets one tensor twice
             inputs = distinct(inputs, set())
@@ -137,11 +124,11 @@ class ByHand(NamedTuple):
             for at, value in enumerate(inputs):
                 if value is not None and differentiable(value):
                     variables[at] = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-            outputs = several(self.plain(*[variables.get(at, value) for at, value in enumerate(inputs)]))
-            pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
-            outputs, grad_outputs = zip(*pairs, strict=True)
+            outputs = self.plain(*[variables.get(at, value) for at, value in enumerate(inputs)])
+            pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if y is not None and y.requires_grad]
+            smooth, grad_outputs = zip(*pairs, strict=True)
             leaves = tuple(variables.values())
-            grads = torch.autograd.grad(outputs, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
+            grads = torch.autograd.grad(smooth, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
         by_input = dict(zip(variables, grads, strict=True))
         return tuple(map(by_input.get, range(len(inputs))))
 

@@ -55,10 +55,8 @@ class Block(NamedTuple):
     def checked(self, returned: Made) -> Made:
         """The result of a forward; `ShapeError` unless it is a tuple of outputs with residuals."""
         if not isinstance(returned[0], tuple):
-            raise ShapeError(
-                f"block {self.name!r} must return (outputs, residuals) with a tuple of outputs, got a "
-                f"{type(returned[0]).__name__}; write `(y,), residuals` for a single output"
-            )
+            got = f"got a {type(returned[0]).__name__}; write `(y,), residuals` for a single output"
+            raise ShapeError(f"block {self.name!r} must return (outputs, residuals) with a tuple of outputs, {got}")
         return returned
 
     def pullback(self, residuals: Any, cotangents: Sequence[Tensor]) -> Values:
@@ -213,18 +211,28 @@ class Tape:
         self._observed = []
         return self._walk(reversed(self.calls), outputs, cotangents, inputs)
 
+    def replay(
+        self, program: Program, inputs: Tensors, cotangents: Sequence[Tensor], remembered: Sequence[Made] = ()
+    ) -> Tensors:
+        """Tapes a program and walks back, releasing each call after it.
+
+        `remembered` has the results of the program's checkpoints, which then need not run.
+        """
+        views = _variables(inputs)
+        self._remembered = list(reversed(remembered))
+        outputs = [out for out in program(self, *views) if out is not None]
+        self._known.clear()  # otherwise it would keep alive what the calls release
+        calls = (self.calls.pop() for _ in range(len(self.calls)))
+        return self._walk(calls, outputs, cotangents, views)
+
     def _walk(self, calls: Iterable[Call], outputs: Values, cotangents: Values, inputs: Values) -> Tensors:
         flowing: dict[Tensor | None, Tensor] = {}
         _accumulate(flowing, outputs, cotangents, None)
         for call in calls:
-            received = [flowing.pop(out, None) for out in call.outputs]
-            if not any(item is not None for item in received):
+            received = [(out, flowing.pop(out, None)) for out in call.outputs if out is not None]
+            if all(got is None for _, got in received):
                 continue
-            filled = [
-                torch.zeros_like(out) if got is None else got
-                for out, got in zip(call.outputs, received, strict=True)
-                if out is not None
-            ]
+            filled = [torch.zeros_like(out) if got is None else got for out, got in received]
             if self.observe:
                 squares = [g.detach().abs().double().square().sum() for g in filled if differentiable(g)]
                 self._observed.append((call.label, call.block.name, torch.stack(squares).sum().sqrt()))
@@ -235,7 +243,7 @@ class Tape:
         if call.block.program is None or not self.observe:
             return call.block.pullback(call.residuals, cotangents)
         inner = Tape(observe=True)
-        grads = replay(inner, call.block.program, call.inputs, cotangents)
+        grads = inner.replay(call.block.program, call.inputs, cotangents)
         self._observed += [(_join(call.label, label), block, norm) for label, block, norm in inner._observed]
         return grads
 
@@ -269,13 +277,14 @@ class Tape:
     def __str__(self) -> str:
         lines = []
         for index, call in enumerate(self.calls):
-            inputs, outputs = (
-                ", ".join("None" if item is None else f"{list(item.shape)}" for item in side)
-                for side in (call.inputs, call.outputs)
-            )
+            shapes = f"{_shapes(call.inputs)} -> {_shapes(call.outputs)}"
             source = "" if call.block.hand_written else "  (vjp by torch.func)"
-            lines.append(f"{index:>4}  {call.label:<16} {call.block.name:<24} {inputs} -> {outputs}{source}")
+            lines.append(f"{index:>4}  {call.label:<16} {call.block.name:<24} {shapes}{source}")
         return "\n".join(lines)
+
+
+def _shapes(tensors: Tensors) -> str:
+    return ", ".join("None" if item is None else f"{list(item.shape)}" for item in tensors)
 
 
 def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
@@ -290,10 +299,10 @@ def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
 
     def vjp(inputs: Tensors | _Taped, *cotangents: Tensor) -> Values:
         if not isinstance(inputs, _Taped):
-            return replay(Tape(), program, inputs, cotangents)
+            return Tape().replay(program, inputs, cotangents)
         calls, inputs.calls = inputs.calls, []
         if not calls:
-            return replay(Tape(), program, inputs.inputs, cotangents)
+            return Tape().replay(program, inputs.inputs, cotangents)
         return Tape()._walk(reversed(calls), inputs.outputs, cotangents, inputs.inputs)
 
     def record(*inputs: Tensor | None) -> tuple[Tensors, _Taped]:
@@ -327,21 +336,6 @@ def remembering(record: list[Made]) -> Run:
     return run
 
 
-def replay(
-    tape: Tape, program: Program, inputs: Tensors, cotangents: Sequence[Tensor], remembered: Sequence[Made] = ()
-) -> Tensors:
-    """Tapes a program and walks back, releasing each call after it.
-
-    `remembered` has the results of the program's checkpoints, which then need not run.
-    """
-    views = _variables(inputs)
-    tape._remembered = list(reversed(remembered))
-    outputs = [out for out in program(tape, *views) if out is not None]
-    tape._known.clear()  # otherwise it would keep alive what the calls release
-    calls = (tape.calls.pop() for _ in range(len(tape.calls)))
-    return tape._walk(calls, outputs, cotangents, views)
-
-
 def _variables(inputs: Tensors) -> Tensors:
     """Fresh views: one tensor passed as two inputs must stay two variables."""
     return tuple(None if value is None else value.view_as(value) for value in inputs)
@@ -355,10 +349,8 @@ def _accumulate(flowing: dict[Tensor | None, Tensor], values: Values, cotangents
         if value is None or cotangent is None or not differentiable(value):
             continue
         if cotangent.shape != value.shape:
-            raise ShapeError(
-                f"{source}: cotangent {index} must have the shape of its tensor, {list(value.shape)}, got "
-                f"{list(cotangent.shape)}"
-            )
+            wanted = f"cotangent {index} must have the shape of its tensor, {list(value.shape)}"
+            raise ShapeError(f"{source}: {wanted}, got {list(cotangent.shape)}")
         if cotangent.dtype != value.dtype:
             real = cotangent.is_complex() and not value.is_complex()
             cotangent = (cotangent.real if real else cotangent).to(value.dtype)

@@ -57,8 +57,8 @@ FAULTS = [
     *_of(
         "formula",
         "tests/formula/test_algorithms.py",
-        ("knobs", "if any(shape != weight for shape in algorithm.slot_shapes(weight).values()):", "if False:"),
-        ("knobs", "if printed(\"f\", (), [*results, back[0], *back[3:]]).operations & MIXED:", "if False:"),
+        ("__init__", "if any(shape != weight for shape in algorithm.slot_shapes(weight).values()):", "if False:"),
+        ("__init__", "if printed(\"f\", (), [*results, back[0], *back[3:]]).operations & MIXED:", "if False:"),
     ),
     *_of(
         "engine",
@@ -172,7 +172,7 @@ FAULTS = [
         ("combinators", "features.sum(-1, keepdim=True) + self.eps)", "features.mean(-1, keepdim=True) + self.eps)"),
         ("combinators", "return (ahead - behind) / 2, (residuals, mirrored)", "return (ahead + behind) / 2, (residuals, mirrored)"),
         ("dot_product", "w, lift = w / math.sqrt(w.shape[-1]), self._lift(w)", "lift = self._lift(w)"),
-        ("elementwise", "positive = self.shift >= _DEPTH", "positive = self.shift >= 0.1"),
+        ("elementwise", "sure = self.shift >= _DEPTH", "sure = self.shift >= 0.1"),
         ("elementwise", "return behind.sin(), ahead.sin()", "return ahead.sin(), behind.sin()"),
         ("elementwise", "(position <= self.max_length)", "(position <= 2 * self.max_length)"),
         ("elementwise", "return behind.sin(), ahead.sin()", "return ahead.cos(), ahead.sin()"),
@@ -447,8 +447,8 @@ FAULTS = [
         ("engine/cpu/cells", "self.vanishes(a) and self._finite(b)", "self.vanishes(a)"),
         ("engine/cpu/cells", 'else "state", first', 'else "row", first'),
         ("engine/cpu/family", '"channels" if channels else "rows"', '"channels"'),
-        ("formula/nodes", 'first if op.endswith("top") else first * size_of(nodes, SUMS[op])', "first"),
-        ("formula/knobs", "yield from _methods(inner)", "pass"),
+        ("formula/nodes", 'first if op.endswith("top") else first * nodes.size(SUMS[op])', "first"),
+        ("formula/__init__", "yield from _methods(inner)", "pass"),
         ("retention/mirror", "return memory * (g - (memory * g).sum(-1, keepdim=True) / self.scale)", "return memory * g"),
     ),
     *_of(
@@ -595,7 +595,7 @@ FAULTS = [
         "optim",
         "tests/optim/test_muon_and_m3.py",
         ("muon", "counts = [int(state[STEP]) // period for state in ended]", "counts = [int(state[STEP]) for state in ended]"),
-        ("muon", "put(group, ended, WINDOW, [torch.zeros_like(state[WINDOW]) for state in ended])", "pass"),
+        ("muon", "bulk.put(ended, WINDOW, [torch.zeros_like(state[WINDOW]) for state in ended])", "pass"),
         ("muon", "scale = 1 if summed else 1 - group", "scale = 1 if summed else 1 + 0 * group"),
         ("muon", "g.lerp(m, momentum)", "m.lerp(g, momentum)"),
         ("muon", "tall = matrix.shape[-2] > matrix.shape[-1]", "tall = False"),
@@ -710,7 +710,7 @@ FAULTS = [
         ("hopfield", "count.clamp(min=1).log() - lse", "-lse"),
         ("hopfield", "margin = apart.unsqueeze(-2) - 2 * length", "margin = apart.unsqueeze(-2) - length"),
         ("hopfield", "hidden = hidden | ~mask.unsqueeze(-2)", "pass"),
-        ("hopfield", "_present(patterns, mask).to(wide)", "patterns.to(wide)"),
+        ("hopfield", "_present(patterns, mask).to(query.dtype)", "patterns.to(query.dtype)"),
     ),
     *_of(
         "nn",
