@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -159,57 +161,48 @@ class MemoryConfig(Config):
 
     def model_post_init(self, context: object) -> None:
         """Stores the four knobs as a rule, the config of the sum normaliser, and empty caches for plans and such."""
+        keep = partial(object.__setattr__, self)
         for name in ("launches", "plans", "programs", "refusals"):
-            object.__setattr__(self, name, {})
+            keep(name, {})
         deep = getattr(self.structure, "factored", False) and not self.structure.linear
         if hasattr(self.retention, "settled") and not getattr(self.structure, "transposed", True):
-            object.__setattr__(self, "retention", self.retention.settled(deep=deep))
+            keep("retention", self.retention.settled(deep=deep))
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
-        knobs = {name: fields[name] for name in MemoryRule.model_fields}
-        object.__setattr__(self, "rule", MemoryRule.model_construct(**knobs))
+
+        def but(**changes: Any) -> MemoryConfig:
+            return type(self).model_construct(**{**fields, **changes})
+
+        keep("rule", MemoryRule.model_construct(**{name: fields[name] for name in MemoryRule.model_fields}))
         names = ("structure", "bias", "retention", "algorithm", "feature_map")
         if all(hasattr(fields[name], "kernel_form") for name in names):  # else it is refused when it is checked
-            object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
-            self._keep_what_chunks_are()
+            keep("forms", Forms.of(self.rule, self.feature_map))
+            self._keep_what_chunks_are(keep)
             readable = isinstance(self.bias, Bias) and _is_readable(self.rule)
-            text = self.model_dump_json(include=_OF_KERNELS, warnings=False) if readable else None
-            object.__setattr__(self, "text", text)
-            cascade: Any = self.structure.cascade()
-            if cascade is not None:
-                both: list[dict[str, Any]] = [
-                    {**fields, "structure": Matrix(), "bias": b} for b in (cascade, self.bias)
-                ]
-                cascade = tuple(type(self).model_construct(**each) for each in both)
-            object.__setattr__(self, "cascade", cascade)
+            keep("text", self.model_dump_json(include=_OF_KERNELS, warnings=False) if readable else None)
+            link = self.structure.cascade()
+            both = None if link is None else tuple(but(structure=Matrix(), bias=b) for b in (link, self.bias))
+            keep("cascade", both)
         if self.writes > 1:
-            chunk = self.chunk * self.writes if self.chunk > 1 else 1
-            one: dict[str, Any] = {**fields, "gating": Plain(), "writes": 1, "chunk": chunk}
-            object.__setattr__(self, "_single", type(self).model_construct(**one))
+            keep("_single", but(gating=Plain(), writes=1, chunk=self.chunk * self.writes if self.chunk > 1 else 1))
         if not getattr(self.readout, "plain", True):
             ready = {"feature_map": Identity(), "key_norm": "none", "query_scale": "none", "gating": Plain()}
-            direct: dict[str, Any] = {**fields, **ready, "readout": Direct()}
-            object.__setattr__(self, "_direct", type(self).model_construct(**direct))
-            direct.update(structure=Matrix(learns="key"), retention=Decay(retain=1.0))
-            object.__setattr__(self, "codes", type(self).model_construct(**direct))
+            ready["readout"] = Direct()
+            keep("_direct", but(**ready))
+            keep("codes", but(**ready, structure=Matrix(learns="key"), retention=Decay(retain=1.0)))
         if self.normalizer != "none":
-            fields.update(bias=Dot(), normalizer="none")
-            object.__setattr__(self, "counting", type(self).model_construct(**fields))
+            keep("counting", but(bias=Dot(), normalizer="none"))
 
-    def _keep_what_chunks_are(self) -> None:
+    def _keep_what_chunks_are(self, keep: Callable[[str, Any], None]) -> None:
         chunk = self.chunk if isinstance(self.chunk, int) else 1  # of a copy that is not checked yet
         gram = self.step == "normalized" and self.structure.factored and self.algorithm.takes_any_gradient()
         gram = gram and not (self.forms.linear and chunk == 1)
         frozen, summed = chunk > 1 and self.commit == "token", self.commit == "chunk"
         product = self.decay_order == "before_gradient" or self.retention.links == "linear"
-        traits = {
-            "accumulated_retain": summed or (frozen and product),
-            "blocks": -(-chunk // BLOCK) if gram else 0,
-            "by_key": self.step != "raw" and not gram,
-            "frozen_gradients": frozen,
-            "remembered_keys": min(chunk, BLOCK) - 1 if gram else 0,
-        }
-        for name, value in traits.items():
-            object.__setattr__(self, name, value)
+        keep("accumulated_retain", summed or (frozen and product))
+        keep("blocks", -(-chunk // BLOCK) if gram else 0)
+        keep("by_key", self.step != "raw" and not gram)
+        keep("frozen_gradients", frozen)
+        keep("remembered_keys", min(chunk, BLOCK) - 1 if gram else 0)
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -560,19 +553,33 @@ class NamedRule(NamedTuple):
 
 
 class Rules(UserDict[str, NamedRule]):
-    """Rules by name. A rule may be stored as a function without arguments, which is called when the rule is first
-    needed: to make all of them, with checks and traced formulas, would take half of the time of an import."""
+    """The rules of `rules.yaml` by name. The file is read when one is first asked for, and each rule is made when it is
+    first needed: to make all of them, with checks and traced formulas, would take half of the time of an import."""
 
-    data: dict[str, Any]
+    def __init__(self) -> None:
+        """Reads nothing yet."""
+
+    @cached_property
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
+        """Each rule, or its fields until it is made."""
+        import yaml
+
+        text = Path(__file__).with_name("rules.yaml").read_text("ascii")
+        file = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the one in C takes a tenth of the time
+        for rule in file["rules"].values():
+            by = rule.get("differs", {})
+            rule["differs"] = tuple([Difference(name, file["differences"][name], by[name]) for name in by])
+        return dict(file["rules"])
 
     def __getitem__(self, name: str) -> NamedRule:
-        if not isinstance(self.data[name], NamedRule):
-            self.data[name] = self.data[name]()
-        return self.data[name]
+        rule = self.data[name]
+        if isinstance(rule, dict):
+            self.data[name] = rule = NamedRule(**{**rule, "config": MemoryConfig(**rule["config"])})
+        return rule
 
 
 RULES = Rules()
-"""The rules of the literature by name, which `hecate.rule.named` fills in."""
+"""The rules of the literature by name."""
 
 
 def named_rule(name: str, **fields: Any) -> MemoryConfig:
