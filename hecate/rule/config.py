@@ -175,7 +175,7 @@ class MemoryConfig(Config):
         keep("rule", MemoryRule.model_construct(**{name: fields[name] for name in MemoryRule.model_fields}))
         names = ("structure", "bias", "retention", "algorithm", "feature_map")
         if all(hasattr(fields[name], "kernel_form") for name in names):  # else it is refused when it is checked
-            keep("forms", Forms.of(self.rule, self.feature_map))
+            keep("forms", Forms(self.rule, self.feature_map))
             self._keep_what_chunks_are(keep)
             readable = isinstance(self.bias, Bias) and _is_readable(self.rule)
             keep("text", self.model_dump_json(include=_OF_KERNELS, warnings=False) if readable else None)
