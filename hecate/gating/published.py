@@ -14,28 +14,9 @@ from torch.nn.functional import linear, logsigmoid, rms_norm, softplus
 
 from hecate.checks import Size
 from hecate.errors import ConfigError
-from hecate.gating.base import (
-    Gated,
-    Gating,
-    Masks,
-    Named,
-    Parts,
-    Shapes,
-    Sizes,
-    Written,
-    head,
-    inverse_sigmoid,
-    latest,
-    normal,
-    rate_start,
-    rates,
-    running,
-    running_max,
-    shrink,
-    spread,
-    weight_start,
-    weights,
-)
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written
+from hecate.gating.heads import head, inverse_sigmoid, normal, rate_start, rates, shrink, spread, weights
+from hecate.gating.scans import latest, running, running_max
 from hecate.tape.ops import unit
 
 
@@ -394,7 +375,7 @@ class _Slotted(Gating):
         return _gate_refusal(config, "write", "slots")
 
     def parts(self, sizes: Sizes) -> Parts:
-        return {"slots.weight": ((sizes.heads, sizes.d_key, sizes.d_model), weight_start(sizes))}
+        return {"slots.weight": weights(sizes, sizes.d_key)}
 
 
 def _scores(params: Named, x: Tensor) -> Tensor:
