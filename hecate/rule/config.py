@@ -6,7 +6,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -33,6 +33,27 @@ LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation", "layer
 _OF_KERNELS = {*MemoryRule.model_fields, "chunk", "commit", "read", "decay_order", "step", "state_dtype"}
 Named = str | Mapping[str, Any]
 """A variant by its kind or as a mapping, or a config by the name of a rule: what is validated into one."""
+Value = TypeVar("Value")
+
+
+class Knob(Generic[Value]):
+    """A field that is read as a value, and may be given by its kind or as a mapping, too. Type checkers take what
+    `__get__` returns and `__set__` accepts; when the program runs it is the value's own type, and its default."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, default: Value) -> None: ...
+        def __get__(self, config: Any, of: Any) -> Value: ...
+        def __set__(self, config: Any, value: Value | Named) -> None: ...
+
+    else:
+
+        def __class_getitem__(cls, of: Any) -> Any:
+            return of
+
+        def __new__(cls, default: Any) -> Any:
+            """The default itself."""
+            return default
 
 
 class MemoryConfig(Config):
@@ -75,13 +96,13 @@ class MemoryConfig(Config):
         on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
     """
 
-    structure: StructureKind = Matrix()
-    bias: BiasKind = L2()
-    retention: RetentionKind = NoRetention()
-    algorithm: AlgorithmKind = GD()
-    feature_map: FeatureMapKind = Identity()
-    gating: GatingKind = Plain()
-    readout: ReadoutKind = Direct()
+    structure: Knob[StructureKind] = Knob(Matrix())
+    bias: Knob[BiasKind] = Knob(L2())
+    retention: Knob[RetentionKind] = Knob(NoRetention())
+    algorithm: Knob[AlgorithmKind] = Knob(GD())
+    feature_map: Knob[FeatureMapKind] = Knob(Identity())
+    gating: Knob[GatingKind] = Knob(Plain())
+    readout: Knob[ReadoutKind] = Knob(Direct())
     chunk: Count = Field(1, ge=1)
     writes: Depth = Field(1, ge=1)
     commit: Literal["token", "chunk"] = "token"
@@ -93,41 +114,11 @@ class MemoryConfig(Config):
     layer_qk_norm: Literal["none", "l2", "rms"] | None = None
     layer_conv_kernel: Taps | None = None
     layer_activation: Literal["none", "silu"] | None = None
-    layer_options: LayerOptions | None = None
+    layer_options: Knob[LayerOptions | None] = Knob(None)
     layer_v_norm: Literal["none", "l2", "rms"] = "none"
     step: Literal["raw", "normalized", "key_normalized", "implicit", "flow", "weighted"] = "raw"
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
-
-    if TYPE_CHECKING:  # a knob may be given by its kind or as a mapping, and is read as the variant
-
-        def __init__(
-            self,
-            *,
-            structure: StructureKind | Named = ...,
-            bias: BiasKind | Named = ...,
-            retention: RetentionKind | Named = ...,
-            algorithm: AlgorithmKind | Named = ...,
-            feature_map: FeatureMapKind | Named = ...,
-            gating: GatingKind | Named = ...,
-            readout: ReadoutKind | Named = ...,
-            chunk: int = ...,
-            writes: int = ...,
-            commit: Literal["token", "chunk"] = ...,
-            read: Literal["after", "before"] = ...,
-            decay_order: Literal["with_step", "before_gradient"] = ...,
-            normalizer: Literal["none", "sum", "max"] = ...,
-            key_norm: Literal["none", "l2", "sum"] = ...,
-            query_scale: Literal["none", "key_dim"] = ...,
-            layer_qk_norm: Literal["none", "l2", "rms"] | None = ...,
-            layer_conv_kernel: int | None = ...,
-            layer_activation: Literal["none", "silu"] | None = ...,
-            layer_options: LayerOptions | Mapping[str, Any] | None = ...,
-            layer_v_norm: Literal["none", "l2", "rms"] = ...,
-            step: Literal["raw", "normalized", "key_normalized", "implicit", "flow", "weighted"] = ...,
-            state_dtype: Literal["float32", "float64"] = ...,
-            on_nonfinite: Literal["raise", "skip", "propagate"] = ...,
-        ) -> None: ...
 
     __slots__ = (
         *("_direct", "_single", "accumulated_retain", "blocks", "by_key", "cascade", "codes", "counting", "forms"),

@@ -13,16 +13,7 @@ from torch import Tensor
 from hecate.activation import Activation
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind, InnerLoss, Token
 from hecate.bias import L2, Bias, BiasKind
-from hecate.formula import (
-    AlgorithmFormula,
-    Formula,
-    RetentionFormula,
-    activation_nodes,
-    algorithm_formula,
-    formula_of,
-    is_cheap,
-    retention_formula,
-)  # fmt: skip
+from hecate.formula import activation_nodes, algorithm_formula, formula_of, is_cheap, retention_formula
 from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, Structure, StructureKind
@@ -322,17 +313,17 @@ class Forms:
     def __init__(self, rule: MemoryRule, phi: FeatureMapKind) -> None:
         bias, retention, algorithm, structure = rule.bias, rule.retention, rule.algorithm, rule.structure
         printed = formula_of(bias) if isinstance(bias, Bias) else "it is no variant"
-        self.formula: Formula | None = None if isinstance(printed, str) else printed
+        self.formula = None if isinstance(printed, str) else printed
         self.target = self.formula is not None and self.formula.target
         self.error = self.formula is not None and self.formula.error
         self.apart = self.formula is not None and self.formula.coordinatewise
-        self.retention: RetentionFormula | str = retention_formula(retention)
+        self.retention = retention_formula(retention)
         self.plain = not isinstance(self.retention, str) and self.retention.plain
         self.algorithm: AlgorithmForm | None = algorithm.kernel_form()
         form: AlgorithmForm | None = algorithm.token_form()
         self.tokens: tuple[AlgorithmForm | None, SlotForm | None] = (form, structure.token_form())
         described = form is not None and not form.nesterov
-        self.descent: AlgorithmFormula | str | None = None if described else algorithm_formula(algorithm)
+        self.descent = None if described else algorithm_formula(algorithm)
         self.texts = tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi))
         self.cheap = is_cheap(phi)
         self.identity = type(phi) is Identity
