@@ -349,11 +349,8 @@ class TargetConv(Gating):
             return history
 
         keys, values = back(inputs.k, "key", self.ahead), back(inputs.v, "value", self._behind)
-        one = torch.ones(*x.shape[:2], 1, dtype=state["count"].dtype, device=x.device)
-        count = running(one, one, state["count"], masks)
-        after["count"] = (count[:, -1] if x.shape[1] else state["count"]).remainder(masks.chunk)
-        place = (count - 1).remainder(masks.chunk).unsqueeze(-1)  # `[B, T, 1, 1]`, of a written token
-        taps, behind = params["conv"].to(inputs.v.dtype), self._behind
+        place, after["count"] = _places(x, state["count"], masks)
+        taps, place, behind = params["conv"].to(inputs.v.dtype), place.unsqueeze(-1), self._behind
         past = reduce(add, [taps[behind - j] * torch.where(place >= j, v, 0.0) for j, v in enumerate(values)])
         later = [taps[behind + j] * torch.where(place >= j, inputs.v, 0.0) for j in range(1, self.ahead + 1)]
         written = inputs._replace(k=torch.stack(keys, 2), v=torch.stack([past, *later], 2))
@@ -398,11 +395,18 @@ class LargeChunk(Gating):
         lr = torch.einsum("btd,whd->bthw", wide, params["lr.weight"].to(wide.dtype))
         lr = softplus(lr + params["lr.bias"].mT.to(wide.dtype))
         momentum = torch.sigmoid(head(params, "momentum", x))
-        one = torch.ones(*x.shape[:2], 1, dtype=state["count"].dtype, device=x.device)
-        count = running(one, one, state["count"], masks)
-        place = (count - 1).remainder(masks.chunk).to(momentum.dtype)  # of a written token
+        place, count = _places(x, state["count"], masks)
+        place = place.to(momentum.dtype)
         total = running((place > 0).to(momentum.dtype), momentum, state["total"], masks)
         gates = {**inputs.gates, "lr": lr, "momentum": total / (place + 1)}
-        if not x.shape[1]:
-            return inputs._replace(gates=gates), dict(state)
-        return inputs._replace(gates=gates), {"total": total[:, -1], "count": count[:, -1].remainder(masks.chunk)}
+        last = total[:, -1] if x.shape[1] else state["total"]
+        return inputs._replace(gates=gates), {"total": last, "count": count}
+
+
+def _places(x: Tensor, state: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+    """The place of every written token in its chunk `[B, T, 1]`, and the number of tokens in the chunk so far `[B, 1]`,
+    from that of the state."""
+    one = torch.ones(*x.shape[:2], 1, dtype=state.dtype, device=x.device)
+    count = running(one, one, state, masks)
+    last = count[:, -1] if x.shape[1] else state
+    return (count - 1).remainder(masks.chunk), last.remainder(masks.chunk)

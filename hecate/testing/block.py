@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def check_vjp(
     None for them. Raises AssertionError with the input's index and both numbers.
     """
     generator = generator or torch.Generator().manual_seed(0)
-    case = _case(block, inputs, constants, generator)
+    case = _Case(block, inputs, constants, generator)
     hand = block.pullback(case.residuals, case.cotangents)
     require(len(hand) == len(inputs), f"{block.name}: the VJP returns {len(hand)} cotangents for {len(inputs)} inputs")
     leaking = [index for index in constants if hand[index] is not None]
@@ -51,35 +51,27 @@ def check_vjp(
         _check_second_order(block.name, case, ours, true, rtol * 100, generator)
 
 
-class _Case(NamedTuple):
+class _Case:
     """One run of a block: its inputs, its outputs, and cotangents to pull back."""
 
-    tensors: list[Tensor | None]
-    points: dict[int, Tensor]  # the inputs to differentiate by, by position
-    outputs: list[Tensor]
-    cotangents: list[Tensor]
-    residuals: Any
-
-
-def _case(
-    block: Block, inputs: Sequence[Tensor | None], constants: Collection[int], generator: torch.Generator
-) -> _Case:
-    tensors = [None if item is None else item.detach().clone() for item in inputs]
-    points = {}
-    for index, item in enumerate(tensors):
-        if item is None or index in constants or not differentiable(item):
-            continue
-        require(item.dtype == torch.float64, f"{block.name}: input {index} must be float64, got {item.dtype}")
-        points[index] = item.requires_grad_()
-    returned, residuals = block.apply(tuple(tensors))
-    outputs = [out for out in returned if out is not None]
-    cotangents = [
-        torch.randn(out.shape, dtype=out.dtype, generator=generator).requires_grad_()
-        if differentiable(out)
-        else torch.zeros_like(out)
-        for out in outputs
-    ]
-    return _Case(tensors, points, outputs, cotangents, residuals)
+    def __init__(
+        self, block: Block, inputs: Sequence[Tensor | None], constants: Collection[int], generator: torch.Generator
+    ) -> None:
+        self.tensors = [None if item is None else item.detach().clone() for item in inputs]
+        self.points: dict[int, Tensor] = {}  # the inputs to differentiate by, by position
+        for index, item in enumerate(self.tensors):
+            if item is None or index in constants or not differentiable(item):
+                continue
+            require(item.dtype == torch.float64, f"{block.name}: input {index} must be float64, got {item.dtype}")
+            self.points[index] = item.requires_grad_()
+        returned, self.residuals = block.apply(tuple(self.tensors))
+        self.outputs = [out for out in returned if out is not None]
+        self.cotangents = [
+            torch.randn(out.shape, dtype=out.dtype, generator=generator).requires_grad_()
+            if differentiable(out)
+            else torch.zeros_like(out)
+            for out in self.outputs
+        ]
 
 
 def _check_differences(
