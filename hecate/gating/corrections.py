@@ -136,13 +136,10 @@ class Curvature(Gating):
         return self.base
 
     def refusal(self, config: Any) -> str | None:
-        if config.algorithm.lr * self.base > config.algorithm.stable_step:
-            limit = config.algorithm.stable_step
-            return (
-                f"lr={config.algorithm.lr:g} times base={self.base:g} passes {limit:g}, where writes of one key, again "
-                "and again, diverge; lower one"
-            )
-        return None
+        lr, limit = config.algorithm.lr, config.algorithm.stable_step
+        beyond = f"lr={lr:g} times base={self.base:g} passes {limit:g}"
+        diverges = lr * self.base > limit
+        return f"{beyond}, where writes of one key, again and again, diverge; lower one" if diverges else None
 
     def parts(self, sizes: Sizes) -> Parts:
         weight, each, soft = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,), self.gate == "softplus"
@@ -302,11 +299,9 @@ class TargetConv(Gating):
             yield ("ahead",), f"{self.ahead} taps ahead and the token's own are more than taps={self.taps}; raise taps"
 
     def refusal(self, config: Any) -> str | None:
-        writes = self.ahead + 1
-        if config.writes != writes:
-            return (
-                f"{self.ahead} taps ahead make {writes} writes of a token, got writes={config.writes}; set both alike"
-            )
+        if config.writes != self.ahead + 1:
+            writes = f"{self.ahead} taps ahead make {self.ahead + 1} writes of a token"
+            return f"{writes}, got writes={config.writes}; set both alike"
         if config.commit != "chunk" or config.read != "before":
             return "it looks ahead within a chunk, which is causal with commit='chunk' and read='before' alone"
         if not config.forms.target:

@@ -102,10 +102,8 @@ class Mamba3(_TwoWrites):
         wide, width = dt.dtype, inputs.k.shape[-1]
         a = torch.exp(-softplus(head(params, "a", x)).clamp(min=1e-4) * dt)
         share = torch.sigmoid(head(params, "trapezoid", x))
-        q, k = (
-            rms_norm(item.to(wide), (width,), eps=1e-6) + params[name].to(wide)
-            for item, name in ((inputs.q, "q_bias"), (inputs.k, "k_bias"))
-        )
+        q = rms_norm(inputs.q.to(wide), (width,), eps=1e-6) + params["q_bias"].to(wide)
+        k = rms_norm(inputs.k.to(wide), (width,), eps=1e-6) + params["k_bias"].to(wide)
         theta = state["angle"]
         if theta.shape[-1] and x.shape[1]:
             step = math.pi * torch.tanh(head(params, "angle", x).unflatten(-1, (theta.shape[1], -1))) * dt.unsqueeze(-1)

@@ -276,12 +276,11 @@ class MemoryConfig(Config):
                 gain = f"lr * <erase phi, write phi>, {most:g} times lr * |phi|^2 with {source},"
             limits = self.algorithm.limits(limit if largest > 0 else 0.0)
             other = " or set step='normalized', 'implicit' or 'flow'" if most == 1 else " or the gates"
-            raise ConfigError(
-                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: {gain} "
-                f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limits}; {cure + other if most > 0 else 'turn a sign'}",
-                path=("algorithm", "lr"),
-            )
+            reached = f"with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: {gain} can reach"
+            diverges = f"bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges beyond {limits}"
+            cure = cure + other if most > 0 else "turn a sign"
+            message = f"lr={lr:g} {reached} {largest:g}, and {diverges}; {cure}"
+            raise ConfigError(message, path=("algorithm", "lr"))
 
     @model_validator(mode="before")
     @classmethod
@@ -368,10 +367,8 @@ class MemoryConfig(Config):
         if self.retention.anchored:
             towards = f"retention {self.retention.kind!r} towards 'start'"
             if not self.readout.plain:
-                yield (
-                    ("retention", "towards"),
-                    f"'start': readout {self.readout.kind!r} solves for sums of values alone",
-                )
+                solves = f"readout {self.readout.kind!r} solves for sums of values alone"
+                yield ("retention", "towards"), f"'start': {solves}"
             if self.normalizer != "none":
                 sums = "the start is no weighted sum of values, which the normaliser could divide"
                 yield ("normalizer",), f"{self.normalizer!r}: {sums}; {towards} needs normalizer='none'"

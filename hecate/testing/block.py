@@ -96,11 +96,9 @@ def _check_differences(
             exact = sum(float((g * way).sum()) for g, way in zip(true, ways, strict=True))
             # Round-off of the two values, divided by the step, adds to the truncation error.
             noise = 1e-15 * float(ahead.abs() + behind.abs()) / step
-            if not abs(slope - exact) <= rtol * max(signal, abs(exact)) + 10 * noise:
-                raise AssertionError(
-                    f"{block.name}: directional derivative {exact:.9g} from autograd, "
-                    f"{slope:.9g} from central differences"
-                )
+            both = f"{exact:.9g} from autograd, {slope:.9g} from central differences"
+            near = abs(slope - exact) <= rtol * max(signal, abs(exact)) + 10 * noise
+            require(near, f"{block.name}: directional derivative {both}")
 
 
 def _check_second_order(
