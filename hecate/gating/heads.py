@@ -60,9 +60,15 @@ class Heads(Gating):
     unit_values: bool = Field(False, description="whether values are then brought to unit length")
 
     @property
+    def _heads(self) -> dict[str, Head]:
+        """The heads that it has, by name."""
+        heads = {"erase": self.erase, "write": self.write, "retain_value": self.retain_value, "value": self.value}
+        return {name: head for name, head in heads.items() if head is not None}
+
+    @property
     def plain(self) -> bool:  # type: ignore[override]
         """True if it has no heads and leaves values as they are; gates without a head keep a scan's defaults."""
-        return self.value is None and not self.gates and not self.unit_values
+        return not self._heads and not self.unit_values
 
     @property
     def replaces(self) -> tuple[str, ...]:
@@ -70,12 +76,11 @@ class Heads(Gating):
 
     @property
     def channels(self) -> tuple[str, ...]:  # type: ignore[override]
-        heads = {"erase": self.erase, "write": self.write}
-        return tuple(name for name, head in heads.items() if head is not None and head.channels)
+        return tuple(name for name, head in self._heads.items() if name in ("erase", "write") and head.channels)
 
     @property
     def gates(self) -> tuple[str, ...]:
-        return tuple(name for name in ("erase", "write", "retain_value") if getattr(self, name) is not None)
+        return tuple(name for name in self._heads if name != "value")
 
     @property
     def erases(self) -> float:
@@ -86,19 +91,12 @@ class Heads(Gating):
             return "retain_value is one gate per value channel; set retain_value.channels, or use retain"
         return None
 
-    def _rows(self, sizes: Sizes) -> dict[str, tuple[Head, tuple[int, ...]]]:
-        """Each head with the shape of a token's gates."""
-        rows, key, value = {}, sizes.d_key, sizes.d_value
-        for name, width in {"erase": key, "write": key, "retain_value": value, "value": value}.items():
-            head: Head | None = getattr(self, name)
-            if head is not None:
-                times = (sizes.writes,) if sizes.writes > 1 and name != "retain_value" else ()
-                rows[name] = head, (*times, sizes.heads, *((width,) if head.channels else ()))
-        return rows
-
     def parts(self, sizes: Sizes) -> Parts:
         parts, draw = Parts(), partial(normal, std=0.02)
-        for name, (head, rows) in self._rows(sizes).items():
+        for name, head in self._heads.items():
+            times = (sizes.writes,) if sizes.writes > 1 and name != "retain_value" else ()
+            width = sizes.d_key if name in ("erase", "write") else sizes.d_value
+            rows = (*times, sizes.heads, *((width,) if head.channels else ()))  # the shape of a token's gates
             if head.rank is not None:
                 parts[f"{name}.down"] = (head.rank, sizes.d_model), draw
             parts[f"{name}.weight"] = (*rows, sizes.d_model if head.rank is None else head.rank), draw
@@ -109,10 +107,7 @@ class Heads(Gating):
     def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         wide, gates = x.to(torch.promote_types(x.dtype, torch.float32)), dict(inputs.gates)
         v = inputs.v
-        for name in ("erase", "write", "retain_value", "value"):
-            head = getattr(self, name)
-            if head is None:
-                continue
+        for name, head in self._heads.items():
             weight = params[f"{name}.weight"]
             inner = linear(wide, params[f"{name}.down"].to(wide.dtype)) if f"{name}.down" in params else wide
             logits = linear(inner, weight.flatten(0, -2).to(wide.dtype)).unflatten(-1, weight.shape[:-1])
