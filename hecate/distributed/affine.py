@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from hecate.distributed.exchange import Ranks, gather
 from hecate.engine import DIVIDE, complete, memory_scan, numbered, to_tokens
 from hecate.gating import Masks, Plain
-from hecate.gating.scans import running
+from hecate.gating.base import running
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import execute, one

@@ -13,9 +13,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad, silu, softplus
 
-from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written, latest, running
 from hecate.gating.heads import head, inverse_sigmoid, inverse_softplus, rate_start, rates, shrink
-from hecate.gating.scans import latest, running
 from hecate.tape import can_inspect, is_traced
 from hecate.tape.ops import joined, unit
 from hecate.variant import Conflicts

@@ -14,9 +14,8 @@ from torch.nn.functional import linear, logsigmoid, rms_norm, softplus
 
 from hecate.checks import Size
 from hecate.errors import ConfigError
-from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written, latest, running, running_max
 from hecate.gating.heads import head, inverse_sigmoid, normal, rate_start, rates, shrink, spread, weights
-from hecate.gating.scans import latest, running, running_max
 from hecate.tape.ops import unit
 
 
