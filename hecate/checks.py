@@ -208,10 +208,9 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], cure: str, *lead: int) -
     for name, shape in shapes.items():
         whole = (*lead, *shape)
         if math.prod(whole) > MAX_NUMBERS:
-            raise ConfigError(
-                f"{name!r} would be a tensor {list(whole)} of {readable(4 * math.prod(whole))} in "
-                f"float32, more than the limit of {readable(4 * MAX_NUMBERS)}; {cure}"
-            )
+            size = f"{readable(4 * math.prod(whole))} in float32"
+            limit = f"more than the limit of {readable(4 * MAX_NUMBERS)}"
+            raise ConfigError(f"{name!r} would be a tensor {list(whole)} of {size}, {limit}; {cure}")
 
 
 def check_size(size: int, what: str, cure: str, limit: int = MAX_SIZE) -> int:

@@ -495,37 +495,31 @@ def export_(
         if not named.name:
             raise ConfigError(f"{run} has no name to make that of the new folder from; give --out")
         out = named.with_name(f"{named.name}-{to}")
-    if to == "onnx":
-        return _export_onnx(run, out, checkpoint, dtype or "float32")
-    if dtype is not None:
+    if dtype is not None and to != "onnx":
         raise ConfigError(f"--dtype {dtype} and --to {to}: weights keep their dtypes there; leave --dtype out")
-    if to == "hf":
-        return _export_hf(run, out, checkpoint)
-    from hecate.checks import expect_choice
-    from hecate.train.trained import FORMATS, export_weights
+    lacks = ""
+    if to == "onnx":
+        with extra("--to onnx: "):
+            from hecate.onnx import export_folder
+        kind: Any = dtype or "float32"
+        model = export_folder(run, out, checkpoint, kind)
+        made = f"{model.folder}: {model.step_nodes} nodes a token, within {model.error:.0e} of torch"
+    elif to == "hf":
+        with extra("--to hf: "):
+            from hecate.hf.saved import export_run
+        exported = export_run(run, out, checkpoint)
+        made = str(exported.folder)
+        lacks = "" if exported.has_tokenizer else "it has no tokenizer: the run was not trained on text"
+    else:
+        from hecate.checks import expect_choice
+        from hecate.train.trained import FORMATS, export_weights
 
-    expect_choice(to, "--to", (*FORMATS, "hf", "onnx"))
-    written = export_weights(run, to, out, checkpoint)
+        expect_choice(to, "--to", (*FORMATS, "hf", "onnx"))
+        made = str(export_weights(run, to, out, checkpoint))
     with afterwards():
-        echo(str(written))
-
-
-def _export_onnx(run: Path, out: Path, checkpoint: str, dtype: Any) -> None:
-    with extra("--to onnx: "):
-        from hecate.onnx import export_folder
-    exported = export_folder(run, out, checkpoint, dtype)
-    with afterwards():
-        echo(f"{exported.folder}: {exported.step_nodes} nodes a token, within {exported.error:.0e} of torch")
-
-
-def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
-    with extra("--to hf: "):
-        from hecate.hf.saved import export_run
-    exported = export_run(run, out, checkpoint)
-    with afterwards():
-        echo(str(exported.folder))
-    if not exported.has_tokenizer:
-        echo("it has no tokenizer: the run was not trained on text", err=True)
+        echo(made)
+    if lacks:
+        echo(lacks, err=True)
 
 
 @_command("import", short="Make a run at step 0 from existing weights.")

@@ -266,11 +266,8 @@ def tokenize(
             echo(state.note, err=True)
         elif seconds - shown > 2:
             shown = seconds
-            echo(
-                f"file {state.file}/{state.files}  {state.documents:,} documents  {state.tokens:,} tokens  "
-                f"{state.tokens / seconds:,.0f} tokens/s",
-                err=True,
-            )
+            done = f"file {state.file}/{state.files}  {state.documents:,} documents  {state.tokens:,} tokens"
+            echo(f"{done}  {state.tokens / seconds:,.0f} tokens/s", err=True)
 
     sidecar = make(
         inputs, out, tokenizer=tokenizer, workers=workers or os.cpu_count() or 1, field=field, separator=separator,
@@ -343,9 +340,8 @@ def inspect_(
         wanted = hashes_of(folder, read_sidecar(folder))
         for path, digest in wanted.items():
             if file_sha256(path) != digest:
-                raise DataError(
-                    f"{path} is damaged: it has another SHA-256 than recorded; put it back as it was written"
-                )
+                cure = "put it back as it was written"
+                raise DataError(f"{path} is damaged: it has another SHA-256 than recorded; {cure}")
         echo(f"all {len(wanted)} files are whole")
 
 

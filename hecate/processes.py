@@ -63,17 +63,14 @@ def import_modules(names: Sequence[str]) -> None:
         sys.path.append(here)
     for name in names:
         if not name or name.startswith(".") or any(c in name for c in "/\\\0"):
-            raise ConfigError(
-                f"--import {shorten(name)} is no name of a module; name one in this folder or an installed one, "
-                "without folders and .py"
-            )
+            cure = "name one in this folder or an installed one, without folders and .py"
+            raise ConfigError(f"--import {shorten(name)} is no name of a module; {cure}")
         shown = printable(name, 80)
         try:
             module = importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError(
-                f"--import {shown}: {error}; name a module in this folder or an installed one, without .py"
-            ) from error
+            cure = "name a module in this folder or an installed one, without .py"
+            raise ConfigError(f"--import {shown}: {error}; {cure}") from error
         except (Exception, SystemExit) as error:  # whatever a user's module does
             raise ConfigError(f"--import {shown}: the module fails with {type(error).__name__}: {error}") from error
         _refuse_shadowed(name, module)
@@ -85,7 +82,5 @@ def _refuse_shadowed(name: str, module: ModuleType) -> None:
     mine = [path for path in (head.with_suffix(".py"), head / "__init__.py") if path.is_file()]
     origin = getattr(sys.modules[str(head)], "__file__", None)
     if mine and not (origin and any(Path(origin).resolve() == path.resolve() for path in mine)):
-        raise ConfigError(
-            f"--import {printable(name, 80)} means {module.__name__} of {origin or 'Python itself'}, and not {mine[0]} "
-            "of this folder: give that another name"
-        )
+        means = f"--import {printable(name, 80)} means {module.__name__} of {origin or 'Python itself'}"
+        raise ConfigError(f"{means}, and not {mine[0]} of this folder: give that another name")

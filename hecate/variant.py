@@ -168,9 +168,8 @@ class _ConfigMeta(ModelMetaclass):
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             if args and (fields or len(args) > 1 or not (issubclass(cls, Variant) and cls.is_family())):
-                raise ConfigError(
-                    f"{cls.__name__} takes named fields only, got {shorten(args[0])}{_naming_hint(cls, args[0])}"
-                )
+                given = f"got {shorten(args[0])}{_naming_hint(cls, args[0])}"
+                raise ConfigError(f"{cls.__name__} takes named fields only, {given}")
             if issubclass(cls, Variant) and cls.is_family():
                 return cls.model_validate(args[0] if args else fields)
             with _validating(cls):
@@ -188,10 +187,8 @@ def _validating(cls: type[Any]) -> Iterator[None]:
     variant = issubclass(cls, Variant) and not cls.is_family()
     depth = _nesting.get() + variant
     if depth > MAX_NESTING:
-        last = f"{cls._family} {cls.model_fields['kind'].default!r}"
-        raise ConfigError(
-            f"nested too deeply: more than {MAX_NESTING} variants inside one another, the last a {last}; take fewer"
-        )
+        last = f"the last a {cls._family} {cls.model_fields['kind'].default!r}"
+        raise ConfigError(f"nested too deeply: more than {MAX_NESTING} variants inside one another, {last}; take fewer")
     token = _nesting.set(depth)
     try:
         yield
@@ -296,9 +293,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
             try:
                 super().__setattr__(name, value)
             except ValidationError:
-                raise ConfigError(
-                    f"{type(self).__name__} is frozen; model_copy(update={{{name!r}: ...}}) gives a changed copy"
-                ) from None
+                changed = f"model_copy(update={{{name!r}: ...}}) gives a changed copy"
+                raise ConfigError(f"{type(self).__name__} is frozen; {changed}") from None
 
     def brief(self) -> dict[str, Any]:
         """The fields that are not at their default, as plain values: a mapping that is read as the same config."""

@@ -446,7 +446,5 @@ def _weighted(factor: float) -> Block:
 
 
 _PUSH = Block("algorithm.omega.push", _push, _push_vjp)
-_UNBIND = Block(
-    "algorithm.omega.unbind", lambda x: (x.unbind(1), None), lambda _, *cotangents: (torch.stack(cotangents, 1),)
-)
+_UNBIND = formula_block("algorithm.omega.unbind", lambda x: x.unbind(1), lambda _, *g: torch.stack(g, 1))
 _ADD = Block("algorithm.omega.add", lambda a, b: ((a + b,), None), lambda _, g: (g, g))

@@ -43,10 +43,9 @@ class Bias(Variant, family="bias"):
         def total(pred: Tensor) -> Tensor:
             loss = self.loss(pred, target)
             if loss.shape != pred.shape[:-1]:
-                raise ShapeError(
-                    f"bias {self.kind!r}: loss must take the last axis alone away, {list(pred.shape)} to "
-                    f"{list(pred.shape[:-1])}, got {list(loss.shape)}; end it with .sum(-1)"
-                )
+                wanted = f"{list(pred.shape)} to {list(pred.shape[:-1])}, got {list(loss.shape)}"
+                axis = f"bias {self.kind!r}: loss must take the last axis alone away"
+                raise ShapeError(f"{axis}, {wanted}; end it with .sum(-1)")
             return loss.sum()
 
         return torch.func.grad(total)(pred)

@@ -1,5 +1,6 @@
-from hecate.gating.base import Gating, GatingKind, Head, Heads, Masks, Plain, Sizes, Written
+from hecate.gating.base import Gating, GatingKind, Masks, Plain, Sizes, Written
 from hecate.gating.corrections import Comba, Complement, Curvature, Hypergradient, LargeChunk, TargetConv
+from hecate.gating.heads import Head, Heads
 from hecate.gating.published import ABC, GSA, MLSTM, RWKV7, KalmaNet, Mamba2, Mamba3, Mesa, MomentumDeltaGates, Raven
 
 __all__ = [

@@ -13,24 +13,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad, silu, softplus
 
-from hecate.gating.base import (
-    Gated,
-    Gating,
-    Masks,
-    Named,
-    Parts,
-    Shapes,
-    Sizes,
-    Written,
-    head,
-    inverse_sigmoid,
-    inverse_softplus,
-    latest,
-    rate_start,
-    rates,
-    running,
-    shrink,
-)
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written, latest, running
+from hecate.gating.heads import head, inverse_sigmoid, inverse_softplus, rate_start, rates, shrink
 from hecate.tape import can_inspect, is_traced
 from hecate.tape.ops import joined, unit
 from hecate.variant import Conflicts
@@ -151,13 +135,10 @@ class Curvature(Gating):
         return self.base
 
     def refusal(self, config: Any) -> str | None:
-        if config.algorithm.lr * self.base > config.algorithm.stable_step:
-            limit = config.algorithm.stable_step
-            return (
-                f"lr={config.algorithm.lr:g} times base={self.base:g} passes {limit:g}, where writes of one key, again "
-                "and again, diverge; lower one"
-            )
-        return None
+        lr, limit = config.algorithm.lr, config.algorithm.stable_step
+        beyond = f"lr={lr:g} times base={self.base:g} passes {limit:g}"
+        diverges = lr * self.base > limit
+        return f"{beyond}, where writes of one key, again and again, diverge; lower one" if diverges else None
 
     def parts(self, sizes: Sizes) -> Parts:
         weight, each, soft = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,), self.gate == "softplus"
@@ -317,11 +298,9 @@ class TargetConv(Gating):
             yield ("ahead",), f"{self.ahead} taps ahead and the token's own are more than taps={self.taps}; raise taps"
 
     def refusal(self, config: Any) -> str | None:
-        writes = self.ahead + 1
-        if config.writes != writes:
-            return (
-                f"{self.ahead} taps ahead make {writes} writes of a token, got writes={config.writes}; set both alike"
-            )
+        if config.writes != self.ahead + 1:
+            writes = f"{self.ahead} taps ahead make {self.ahead + 1} writes of a token"
+            return f"{writes}, got writes={config.writes}; set both alike"
         if config.commit != "chunk" or config.read != "before":
             return "it looks ahead within a chunk, which is causal with commit='chunk' and read='before' alone"
         if not config.forms.target:
@@ -364,11 +343,8 @@ class TargetConv(Gating):
             return history
 
         keys, values = back(inputs.k, "key", self.ahead), back(inputs.v, "value", self._behind)
-        one = torch.ones(*x.shape[:2], 1, dtype=state["count"].dtype, device=x.device)
-        count = running(one, one, state["count"], masks)
-        after["count"] = (count[:, -1] if x.shape[1] else state["count"]).remainder(masks.chunk)
-        place = (count - 1).remainder(masks.chunk).unsqueeze(-1)  # `[B, T, 1, 1]`, of a written token
-        taps, behind = params["conv"].to(inputs.v.dtype), self._behind
+        place, after["count"] = _places(x, state["count"], masks)
+        taps, place, behind = params["conv"].to(inputs.v.dtype), place.unsqueeze(-1), self._behind
         past = reduce(add, [taps[behind - j] * torch.where(place >= j, v, 0.0) for j, v in enumerate(values)])
         later = [taps[behind + j] * torch.where(place >= j, inputs.v, 0.0) for j in range(1, self.ahead + 1)]
         written = inputs._replace(k=torch.stack(keys, 2), v=torch.stack([past, *later], 2))
@@ -413,11 +389,18 @@ class LargeChunk(Gating):
         lr = torch.einsum("btd,whd->bthw", wide, params["lr.weight"].to(wide.dtype))
         lr = softplus(lr + params["lr.bias"].mT.to(wide.dtype))
         momentum = torch.sigmoid(head(params, "momentum", x))
-        one = torch.ones(*x.shape[:2], 1, dtype=state["count"].dtype, device=x.device)
-        count = running(one, one, state["count"], masks)
-        place = (count - 1).remainder(masks.chunk).to(momentum.dtype)  # of a written token
+        place, count = _places(x, state["count"], masks)
+        place = place.to(momentum.dtype)
         total = running((place > 0).to(momentum.dtype), momentum, state["total"], masks)
         gates = {**inputs.gates, "lr": lr, "momentum": total / (place + 1)}
-        if not x.shape[1]:
-            return inputs._replace(gates=gates), dict(state)
-        return inputs._replace(gates=gates), {"total": total[:, -1], "count": count[:, -1].remainder(masks.chunk)}
+        last = total[:, -1] if x.shape[1] else state["total"]
+        return inputs._replace(gates=gates), {"total": last, "count": count}
+
+
+def _places(x: Tensor, state: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+    """The place of every written token in its chunk `[B, T, 1]`, and the number of tokens in the chunk so far `[B, 1]`,
+    from that of the state."""
+    one = torch.ones(*x.shape[:2], 1, dtype=state.dtype, device=x.device)
+    count = running(one, one, state, masks)
+    last = count[:, -1] if x.shape[1] else state
+    return (count - 1).remainder(masks.chunk), last.remainder(masks.chunk)

@@ -14,28 +14,8 @@ from torch.nn.functional import linear, logsigmoid, rms_norm, softplus
 
 from hecate.checks import Size
 from hecate.errors import ConfigError
-from hecate.gating.base import (
-    Gated,
-    Gating,
-    Masks,
-    Named,
-    Parts,
-    Shapes,
-    Sizes,
-    Written,
-    head,
-    inverse_sigmoid,
-    latest,
-    normal,
-    rate_start,
-    rates,
-    running,
-    running_max,
-    shrink,
-    spread,
-    weight_start,
-    weights,
-)
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written, latest, running, running_max
+from hecate.gating.heads import head, inverse_sigmoid, normal, rate_start, rates, shrink, spread, weights
 from hecate.tape.ops import unit
 
 
@@ -121,10 +101,8 @@ class Mamba3(_TwoWrites):
         wide, width = dt.dtype, inputs.k.shape[-1]
         a = torch.exp(-softplus(head(params, "a", x)).clamp(min=1e-4) * dt)
         share = torch.sigmoid(head(params, "trapezoid", x))
-        q, k = (
-            rms_norm(item.to(wide), (width,), eps=1e-6) + params[name].to(wide)
-            for item, name in ((inputs.q, "q_bias"), (inputs.k, "k_bias"))
-        )
+        q = rms_norm(inputs.q.to(wide), (width,), eps=1e-6) + params["q_bias"].to(wide)
+        k = rms_norm(inputs.k.to(wide), (width,), eps=1e-6) + params["k_bias"].to(wide)
         theta = state["angle"]
         if theta.shape[-1] and x.shape[1]:
             step = math.pi * torch.tanh(head(params, "angle", x).unflatten(-1, (theta.shape[1], -1))) * dt.unsqueeze(-1)
@@ -394,7 +372,7 @@ class _Slotted(Gating):
         return _gate_refusal(config, "write", "slots")
 
     def parts(self, sizes: Sizes) -> Parts:
-        return {"slots.weight": ((sizes.heads, sizes.d_key, sizes.d_model), weight_start(sizes))}
+        return {"slots.weight": weights(sizes, sizes.d_key)}
 
 
 def _scores(params: Named, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, logsigmoid, softplus
 
 from hecate.distributed import overwrite
 from hecate.errors import ConfigError
-from hecate.gating.base import inverse_sigmoid, rate_start, spread
+from hecate.gating.heads import inverse_sigmoid, rate_start, spread
 from hecate.nn.blocks import EXACT
 from hecate.nn.parameters import draw_normal, source_of, unheard
 from hecate.retention import GateForm

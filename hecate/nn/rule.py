@@ -207,8 +207,9 @@ class FeatureMemoryConfig(MemoryConfig):
         yield from super().conflicts()
         if self.writes > 1:
             yield ("writes",), f"writes={self.writes}: a feature memory makes one key and one value per token"
-        if not self.gating.plain:
-            yield ("gating",), f"gating {self.gating.kind!r}: a feature memory makes gates of its own"
+        gating: Any = self.gating  # mypy takes what a subclass inherits for what its constructor accepts
+        if not gating.plain:
+            yield ("gating",), f"gating {gating.kind!r}: a feature memory makes gates of its own"
         if self.residual and self.d_value is not None:
             conflict = f"d_value={self.d_value} with residual=True: k + M(k) has the width of k"
             yield ("d_value",), f"{conflict}; leave d_value out, or set residual=False"

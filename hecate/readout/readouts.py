@@ -296,9 +296,8 @@ def _states(
     later = torch.ones(count, count, dtype=torch.bool, device=k.device).tril(-1)
     spans = torch.where(later, retain.unsqueeze(-1), 1.0).cumprod(-2).tril()
     writes, first = (k.unsqueeze(-1) * k.unsqueeze(-2)).flatten(-2), retain.cumprod(-1)[..., None, None]
-    each = torch.addcmul(
-        ((spans * lr.unsqueeze(-2)) @ writes).unflatten(-1, k.shape[-1:] * 2), first, gram.unsqueeze(2)
-    )
+    written = ((spans * lr.unsqueeze(-2)) @ writes).unflatten(-1, k.shape[-1:] * 2)
+    each = torch.addcmul(written, first, gram.unsqueeze(2))
     if lost is not None:
         each = torch.where(lost[..., None, None], torch.nan, each)
     last = each[:, :, -1]

@@ -408,15 +408,12 @@ class Sphere(Decaying):
 
     def _pattern(self, weights: Tensor) -> Tensor:
         """Slot i along coordinate i."""
-        axis = self._axis(weights)
-        width = weights.shape[axis]
-        count = weights.shape[-1] if axis == -2 else weights.shape[-2] if weights.dim() > 2 else 1
-        pattern = torch.arange(width, device=weights.device) == (
-            torch.arange(count, device=weights.device).unsqueeze(-1) % max(width, 1)
-        )
-        if weights.dim() == 2:
-            pattern = pattern[0]
-        return (pattern.mT if axis == -2 else pattern).to(weights.dtype)
+        column, device = self._axis(weights) == -2, weights.device
+        slots = weights.mT if column else weights
+        width, count = slots.shape[-1], slots.shape[-2] if weights.dim() > 2 else 1
+        places = torch.arange(count, device=device).unsqueeze(-1) % max(width, 1)
+        pattern = (torch.arange(width, device=device) == places).to(weights.dtype)
+        return pattern.mT if column else pattern if weights.dim() > 2 else pattern[0]
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         return self._step(memory, direction, retain)[0][0]

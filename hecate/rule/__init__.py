@@ -1,6 +1,5 @@
 """Memory rules: four knobs, their configuration, their state, and the rules of the literature."""
 
-from hecate.rule import named
 from hecate.rule.config import LAYER_FIELDS, RULES, Difference, MemoryConfig, Named, NamedRule, named_rule
 from hecate.rule.layer import LAYER, LayerOptions, OutputGate
 from hecate.rule.rule import MemoryRule, TokenGates
@@ -23,6 +22,5 @@ __all__ = [
     "TokenGates",
     "bytes_of",
     "memory_weights",
-    "named",
     "named_rule",
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -31,6 +33,27 @@ LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation", "layer
 _OF_KERNELS = {*MemoryRule.model_fields, "chunk", "commit", "read", "decay_order", "step", "state_dtype"}
 Named = str | Mapping[str, Any]
 """A variant by its kind or as a mapping, or a config by the name of a rule: what is validated into one."""
+Value = TypeVar("Value")
+
+
+class Knob(Generic[Value]):
+    """A field that is read as a value, and may be given by its kind or as a mapping, too. Type checkers take what
+    `__get__` returns and `__set__` accepts; when the program runs it is the value's own type, and its default."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, default: Value) -> None: ...
+        def __get__(self, config: Any, of: Any) -> Value: ...
+        def __set__(self, config: Any, value: Value | Named) -> None: ...
+
+    else:
+
+        def __class_getitem__(cls, of: Any) -> Any:
+            return of
+
+        def __new__(cls, default: Any) -> Any:
+            """The default itself."""
+            return default
 
 
 class MemoryConfig(Config):
@@ -73,13 +96,13 @@ class MemoryConfig(Config):
         on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
     """
 
-    structure: StructureKind = Matrix()
-    bias: BiasKind = L2()
-    retention: RetentionKind = NoRetention()
-    algorithm: AlgorithmKind = GD()
-    feature_map: FeatureMapKind = Identity()
-    gating: GatingKind = Plain()
-    readout: ReadoutKind = Direct()
+    structure: Knob[StructureKind] = Knob(Matrix())
+    bias: Knob[BiasKind] = Knob(L2())
+    retention: Knob[RetentionKind] = Knob(NoRetention())
+    algorithm: Knob[AlgorithmKind] = Knob(GD())
+    feature_map: Knob[FeatureMapKind] = Knob(Identity())
+    gating: Knob[GatingKind] = Knob(Plain())
+    readout: Knob[ReadoutKind] = Knob(Direct())
     chunk: Count = Field(1, ge=1)
     writes: Depth = Field(1, ge=1)
     commit: Literal["token", "chunk"] = "token"
@@ -91,41 +114,11 @@ class MemoryConfig(Config):
     layer_qk_norm: Literal["none", "l2", "rms"] | None = None
     layer_conv_kernel: Taps | None = None
     layer_activation: Literal["none", "silu"] | None = None
-    layer_options: LayerOptions | None = None
+    layer_options: Knob[LayerOptions | None] = Knob(None)
     layer_v_norm: Literal["none", "l2", "rms"] = "none"
     step: Literal["raw", "normalized", "key_normalized", "implicit", "flow", "weighted"] = "raw"
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
-
-    if TYPE_CHECKING:  # a knob may be given by its kind or as a mapping, and is read as the variant
-
-        def __init__(
-            self,
-            *,
-            structure: StructureKind | Named = ...,
-            bias: BiasKind | Named = ...,
-            retention: RetentionKind | Named = ...,
-            algorithm: AlgorithmKind | Named = ...,
-            feature_map: FeatureMapKind | Named = ...,
-            gating: GatingKind | Named = ...,
-            readout: ReadoutKind | Named = ...,
-            chunk: int = ...,
-            writes: int = ...,
-            commit: Literal["token", "chunk"] = ...,
-            read: Literal["after", "before"] = ...,
-            decay_order: Literal["with_step", "before_gradient"] = ...,
-            normalizer: Literal["none", "sum", "max"] = ...,
-            key_norm: Literal["none", "l2", "sum"] = ...,
-            query_scale: Literal["none", "key_dim"] = ...,
-            layer_qk_norm: Literal["none", "l2", "rms"] | None = ...,
-            layer_conv_kernel: int | None = ...,
-            layer_activation: Literal["none", "silu"] | None = ...,
-            layer_options: LayerOptions | Mapping[str, Any] | None = ...,
-            layer_v_norm: Literal["none", "l2", "rms"] = ...,
-            step: Literal["raw", "normalized", "key_normalized", "implicit", "flow", "weighted"] = ...,
-            state_dtype: Literal["float32", "float64"] = ...,
-            on_nonfinite: Literal["raise", "skip", "propagate"] = ...,
-        ) -> None: ...
 
     __slots__ = (
         *("_direct", "_single", "accumulated_retain", "blocks", "by_key", "cascade", "codes", "counting", "forms"),
@@ -159,57 +152,48 @@ class MemoryConfig(Config):
 
     def model_post_init(self, context: object) -> None:
         """Stores the four knobs as a rule, the config of the sum normaliser, and empty caches for plans and such."""
+        keep = partial(object.__setattr__, self)
         for name in ("launches", "plans", "programs", "refusals"):
-            object.__setattr__(self, name, {})
+            keep(name, {})
         deep = getattr(self.structure, "factored", False) and not self.structure.linear
         if hasattr(self.retention, "settled") and not getattr(self.structure, "transposed", True):
-            object.__setattr__(self, "retention", self.retention.settled(deep=deep))
+            keep("retention", self.retention.settled(deep=deep))
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
-        knobs = {name: fields[name] for name in MemoryRule.model_fields}
-        object.__setattr__(self, "rule", MemoryRule.model_construct(**knobs))
+
+        def but(**changes: Any) -> MemoryConfig:
+            return type(self).model_construct(**{**fields, **changes})
+
+        keep("rule", MemoryRule.model_construct(**{name: fields[name] for name in MemoryRule.model_fields}))
         names = ("structure", "bias", "retention", "algorithm", "feature_map")
         if all(hasattr(fields[name], "kernel_form") for name in names):  # else it is refused when it is checked
-            object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
-            self._keep_what_chunks_are()
+            keep("forms", Forms(self.rule, self.feature_map))
+            self._keep_what_chunks_are(keep)
             readable = isinstance(self.bias, Bias) and _is_readable(self.rule)
-            text = self.model_dump_json(include=_OF_KERNELS, warnings=False) if readable else None
-            object.__setattr__(self, "text", text)
-            cascade: Any = self.structure.cascade()
-            if cascade is not None:
-                both: list[dict[str, Any]] = [
-                    {**fields, "structure": Matrix(), "bias": b} for b in (cascade, self.bias)
-                ]
-                cascade = tuple(type(self).model_construct(**each) for each in both)
-            object.__setattr__(self, "cascade", cascade)
+            keep("text", self.model_dump_json(include=_OF_KERNELS, warnings=False) if readable else None)
+            link = self.structure.cascade()
+            both = None if link is None else tuple(but(structure=Matrix(), bias=b) for b in (link, self.bias))
+            keep("cascade", both)
         if self.writes > 1:
-            chunk = self.chunk * self.writes if self.chunk > 1 else 1
-            one: dict[str, Any] = {**fields, "gating": Plain(), "writes": 1, "chunk": chunk}
-            object.__setattr__(self, "_single", type(self).model_construct(**one))
+            keep("_single", but(gating=Plain(), writes=1, chunk=self.chunk * self.writes if self.chunk > 1 else 1))
         if not getattr(self.readout, "plain", True):
             ready = {"feature_map": Identity(), "key_norm": "none", "query_scale": "none", "gating": Plain()}
-            direct: dict[str, Any] = {**fields, **ready, "readout": Direct()}
-            object.__setattr__(self, "_direct", type(self).model_construct(**direct))
-            direct.update(structure=Matrix(learns="key"), retention=Decay(retain=1.0))
-            object.__setattr__(self, "codes", type(self).model_construct(**direct))
+            ready["readout"] = Direct()
+            keep("_direct", but(**ready))
+            keep("codes", but(**ready, structure=Matrix(learns="key"), retention=Decay(retain=1.0)))
         if self.normalizer != "none":
-            fields.update(bias=Dot(), normalizer="none")
-            object.__setattr__(self, "counting", type(self).model_construct(**fields))
+            keep("counting", but(bias=Dot(), normalizer="none"))
 
-    def _keep_what_chunks_are(self) -> None:
+    def _keep_what_chunks_are(self, keep: Callable[[str, Any], None]) -> None:
         chunk = self.chunk if isinstance(self.chunk, int) else 1  # of a copy that is not checked yet
         gram = self.step == "normalized" and self.structure.factored and self.algorithm.takes_any_gradient()
         gram = gram and not (self.forms.linear and chunk == 1)
         frozen, summed = chunk > 1 and self.commit == "token", self.commit == "chunk"
         product = self.decay_order == "before_gradient" or self.retention.links == "linear"
-        traits = {
-            "accumulated_retain": summed or (frozen and product),
-            "blocks": -(-chunk // BLOCK) if gram else 0,
-            "by_key": self.step != "raw" and not gram,
-            "frozen_gradients": frozen,
-            "remembered_keys": min(chunk, BLOCK) - 1 if gram else 0,
-        }
-        for name, value in traits.items():
-            object.__setattr__(self, name, value)
+        keep("accumulated_retain", summed or (frozen and product))
+        keep("blocks", -(-chunk // BLOCK) if gram else 0)
+        keep("by_key", self.step != "raw" and not gram)
+        keep("frozen_gradients", frozen)
+        keep("remembered_keys", min(chunk, BLOCK) - 1 if gram else 0)
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -292,12 +276,11 @@ class MemoryConfig(Config):
                 gain = f"lr * <erase phi, write phi>, {most:g} times lr * |phi|^2 with {source},"
             limits = self.algorithm.limits(limit if largest > 0 else 0.0)
             other = " or set step='normalized', 'implicit' or 'flow'" if most == 1 else " or the gates"
-            raise ConfigError(
-                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: {gain} "
-                f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limits}; {cure + other if most > 0 else 'turn a sign'}",
-                path=("algorithm", "lr"),
-            )
+            reached = f"with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: {gain} can reach"
+            diverges = f"bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges beyond {limits}"
+            cure = cure + other if most > 0 else "turn a sign"
+            message = f"lr={lr:g} {reached} {largest:g}, and {diverges}; {cure}"
+            raise ConfigError(message, path=("algorithm", "lr"))
 
     @model_validator(mode="before")
     @classmethod
@@ -384,10 +367,8 @@ class MemoryConfig(Config):
         if self.retention.anchored:
             towards = f"retention {self.retention.kind!r} towards 'start'"
             if not self.readout.plain:
-                yield (
-                    ("retention", "towards"),
-                    f"'start': readout {self.readout.kind!r} solves for sums of values alone",
-                )
+                solves = f"readout {self.readout.kind!r} solves for sums of values alone"
+                yield ("retention", "towards"), f"'start': {solves}"
             if self.normalizer != "none":
                 sums = "the start is no weighted sum of values, which the normaliser could divide"
                 yield ("normalizer",), f"{self.normalizer!r}: {sums}; {towards} needs normalizer='none'"
@@ -560,19 +541,33 @@ class NamedRule(NamedTuple):
 
 
 class Rules(UserDict[str, NamedRule]):
-    """Rules by name. A rule may be stored as a function without arguments, which is called when the rule is first
-    needed: to make all of them, with checks and traced formulas, would take half of the time of an import."""
+    """The rules of `rules.yaml` by name. The file is read when one is first asked for, and each rule is made when it is
+    first needed: to make all of them, with checks and traced formulas, would take half of the time of an import."""
 
-    data: dict[str, Any]
+    def __init__(self) -> None:
+        """Reads nothing yet."""
+
+    @cached_property
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
+        """Each rule, or its fields until it is made."""
+        import yaml
+
+        text = Path(__file__).with_name("rules.yaml").read_text("ascii")
+        file = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the one in C takes a tenth of the time
+        for rule in file["rules"].values():
+            by = rule.get("differs", {})
+            rule["differs"] = tuple([Difference(name, file["differences"][name], by[name]) for name in by])
+        return dict(file["rules"])
 
     def __getitem__(self, name: str) -> NamedRule:
-        if not isinstance(self.data[name], NamedRule):
-            self.data[name] = self.data[name]()
-        return self.data[name]
+        rule = self.data[name]
+        if isinstance(rule, dict):
+            self.data[name] = rule = NamedRule(**{**rule, "config": MemoryConfig(**rule["config"])})
+        return rule
 
 
 RULES = Rules()
-"""The rules of the literature by name, which `hecate.rule.named` fills in."""
+"""The rules of the literature by name."""
 
 
 def named_rule(name: str, **fields: Any) -> MemoryConfig:

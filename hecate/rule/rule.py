@@ -13,16 +13,7 @@ from torch import Tensor
 from hecate.activation import Activation
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind, InnerLoss, Token
 from hecate.bias import L2, Bias, BiasKind
-from hecate.formula import (
-    AlgorithmFormula,
-    Formula,
-    RetentionFormula,
-    activation_nodes,
-    algorithm_formula,
-    formula_of,
-    is_cheap,
-    retention_formula,
-)  # fmt: skip
+from hecate.formula import activation_nodes, algorithm_formula, formula_of, is_cheap, retention_formula
 from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, Structure, StructureKind
@@ -294,7 +285,7 @@ def _rank_one_block(rule: MemoryRule) -> Block:
 # Traits of the knobs.
 
 
-class Forms(NamedTuple):
+class Forms:
     """Forms and traits of a config's knobs that engines need at every call, computed once.
 
     Fields:
@@ -319,59 +310,34 @@ class Forms(NamedTuple):
         dampens: whether the algorithm multiplies lr by (1 - momentum).
     """
 
-    retention: RetentionFormula | str
-    algorithm: AlgorithmForm | None
-    tokens: tuple[AlgorithmForm | None, SlotForm | None]
-    descent: AlgorithmFormula | str | None
-    plain: bool
-    texts: tuple[str, ...]
-    cheap: bool
-    identity: bool
-    target: bool
-    error: bool
-    formula: Formula | None
-    apart: bool
-    acts: tuple[Any, ...]
-    unprinted: str | None
-    linear: bool
-    transposed: bool
-    gates: tuple[bool, ...]
-    defaults: tuple[float, ...]
-    tops: tuple[float, ...]
-    per_head: bool
-    dampens: bool
-
-    @classmethod
-    def of(cls, rule: MemoryRule, phi: FeatureMapKind) -> Forms:
-        """The forms of a rule's knobs and phi."""
-        bias, retention, algorithm = rule.bias, rule.retention, rule.algorithm
+    def __init__(self, rule: MemoryRule, phi: FeatureMapKind) -> None:
+        bias, retention, algorithm, structure = rule.bias, rule.retention, rule.algorithm, rule.structure
         printed = formula_of(bias) if isinstance(bias, Bias) else "it is no variant"
-        formula = None if isinstance(printed, str) else printed
-        return cls(
-            retention=(step := retention_formula(retention)),
-            algorithm=algorithm.kernel_form(),
-            tokens=(form := algorithm.token_form(), rule.structure.token_form()),
-            descent=algorithm_formula(algorithm) if form is None or form.nesterov else None,
-            plain=not isinstance(step, str) and step.plain,
-            texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
-            cheap=is_cheap(phi),
-            identity=type(phi) is Identity,
-            target=formula is not None and formula.target,
-            error=formula is not None and formula.error,
-            formula=formula,
-            apart=formula is not None and formula.coordinatewise,
-            acts=tuple(map(activation_nodes, acts_of(rule.structure))),
-            unprinted=_act_without_kernel(rule.structure)
-            if formula is not None
-            else f"bias {bias.kind!r} as configured has no kernel: {printed}",
-            linear=rule.structure.linear,
-            transposed=rule.structure.transposed,
-            gates=(True, retention.uses_retain, algorithm.uses_momentum),
-            defaults=(algorithm.lr, retention.default_retain, algorithm.default_momentum),
-            tops=(math.inf, 1.0, algorithm.momentum_top),
-            per_head=retention.uses_retain and retention.per_head,
-            dampens=algorithm.dampens,
-        )
+        self.formula = None if isinstance(printed, str) else printed
+        self.target = self.formula is not None and self.formula.target
+        self.error = self.formula is not None and self.formula.error
+        self.apart = self.formula is not None and self.formula.coordinatewise
+        self.retention = retention_formula(retention)
+        self.plain = not isinstance(self.retention, str) and self.retention.plain
+        self.algorithm: AlgorithmForm | None = algorithm.kernel_form()
+        form: AlgorithmForm | None = algorithm.token_form()
+        self.tokens: tuple[AlgorithmForm | None, SlotForm | None] = (form, structure.token_form())
+        described = form is not None and not form.nesterov
+        self.descent = None if described else algorithm_formula(algorithm)
+        self.texts = tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi))
+        self.cheap = is_cheap(phi)
+        self.identity = type(phi) is Identity
+        self.acts: tuple[Any, ...] = tuple(map(activation_nodes, acts_of(structure)))
+        self.unprinted = _act_without_kernel(structure)
+        if isinstance(printed, str):
+            self.unprinted = f"bias {bias.kind!r} as configured has no kernel: {printed}"
+        self.linear = structure.linear
+        self.transposed = structure.transposed
+        self.gates = (True, retention.uses_retain, algorithm.uses_momentum)
+        self.defaults = (algorithm.lr, retention.default_retain, algorithm.default_momentum)
+        self.tops = (math.inf, 1.0, algorithm.momentum_top)
+        self.per_head = retention.uses_retain and retention.per_head
+        self.dampens = algorithm.dampens
 
 
 def acts_of(structure: Structure) -> set[Activation]:

@@ -99,10 +99,9 @@ class MemoryState(State, _MemoryFields):
         for field in ("memory", "slots", "anchor", "pending", "readout"):
             for key, item in (getattr(self, field) or {}).items():
                 for row, head, *_ in (~item.detach().isfinite()).nonzero()[:1].tolist():
-                    raise NonFiniteError(
-                        f"memory {name!r} is non-finite in state.{field}[{key!r}] at batch row {row}, head {head}; "
-                        "on_nonfinite='raise' names the token on the way, and 'skip' leaves it out"
-                    )
+                    where = f"state.{field}[{key!r}] at batch row {row}, head {head}"
+                    cure = "on_nonfinite='raise' names the token on the way, and 'skip' leaves it out"
+                    raise NonFiniteError(f"memory {name!r} is non-finite in {where}; {cure}")
         if self.normalizer is not None:
             self.normalizer.check(f"{name}, normaliser")
 

@@ -292,10 +292,9 @@ class Trace(NamedTuple):
         layers = [(node.weight, at, node.source) for at, node in nodes if isinstance(node, Linear)]
         got = [weight for weight, *_ in layers]
         if sorted(got) != list(range(len(self.weights))):
-            raise ConfigError(
-                f"a graph must use each of its {len(self.weights)} weights in one layer, got layers of the weights "
-                f"{got}; a weight used twice has no gradient of rank one: derive from Structure instead of Layered"
-            )
+            wanted = f"a graph must use each of its {len(self.weights)} weights in one layer"
+            twice = "a weight used twice has no gradient of rank one: derive from Structure instead of Layered"
+            raise ConfigError(f"{wanted}, got layers of the weights {got}; {twice}")
         flowing = Cotangents(self.values)
         flowing.add(len(self.graph.nodes), u)
         self.backward(flowing, lowest=INPUT + 1)

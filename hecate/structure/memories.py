@@ -275,10 +275,8 @@ class Vector(Structure):
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if d_phi != d_v:
             widths = f"phi(k) has width {d_phi} and values width {d_v}"
-            raise ConfigError(
-                f"a vector memory multiplies coordinate by coordinate, but {widths}; make them equal or use structure "
-                "'matrix'"
-            )
+            apart = f"a vector memory multiplies coordinate by coordinate, but {widths}"
+            raise ConfigError(f"{apart}; make them equal or use structure 'matrix'")
         return {"weight": (d_phi,)}
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
@@ -383,11 +381,8 @@ class TwoPass(Structure):
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if d_phi <= self.codes:
-            raise ConfigError(
-                f"codes={self.codes} takes that many of the d_phi={d_phi} coordinates of phi(k) and leaves none for "
-                "the key; make phi wider or codes fewer",
-                path=("codes",),
-            )
+            taken = f"codes={self.codes} takes that many of the d_phi={d_phi} coordinates of phi(k)"
+            raise ConfigError(f"{taken} and leaves none for the key; make phi wider or codes fewer", path=("codes",))
         return {"w_key": (self.codes, d_phi - self.codes), "w_value": (d_v, self.codes)}
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def check_vjp(
     None for them. Raises AssertionError with the input's index and both numbers.
     """
     generator = generator or torch.Generator().manual_seed(0)
-    case = _case(block, inputs, constants, generator)
+    case = _Case(block, inputs, constants, generator)
     hand = block.pullback(case.residuals, case.cotangents)
     require(len(hand) == len(inputs), f"{block.name}: the VJP returns {len(hand)} cotangents for {len(inputs)} inputs")
     leaking = [index for index in constants if hand[index] is not None]
@@ -46,91 +46,79 @@ def check_vjp(
     require(signal >= signal_floor, f"{block.name}: no gradient above {signal_floor}, the check would prove nothing")
     for index, got, expected in zip(case.points, ours, true, strict=True):
         close(f"{block.name}: VJP of input {index} against autograd", got, expected, signal, rtol)
-    _check_differences(block, case, true, difference_rtol, signal, generator)
+    case.check_differences(true, difference_rtol, signal)
     if second_order:
-        _check_second_order(block.name, case, ours, true, rtol * 100, generator)
+        case.check_second_order(ours, true, rtol * 100)
 
 
-class _Case(NamedTuple):
+class _Case:
     """One run of a block: its inputs, its outputs, and cotangents to pull back."""
 
-    tensors: list[Tensor | None]
-    points: dict[int, Tensor]  # the inputs to differentiate by, by position
-    outputs: list[Tensor]
-    cotangents: list[Tensor]
-    residuals: Any
+    def __init__(
+        self, block: Block, inputs: Sequence[Tensor | None], constants: Collection[int], generator: torch.Generator
+    ) -> None:
+        self.block, self.generator = block, generator
+        self.tensors = [None if item is None else item.detach().clone() for item in inputs]
+        self.points: dict[int, Tensor] = {}  # the inputs to differentiate by, by position
+        for index, item in enumerate(self.tensors):
+            if item is None or index in constants or not differentiable(item):
+                continue
+            require(item.dtype == torch.float64, f"{block.name}: input {index} must be float64, got {item.dtype}")
+            self.points[index] = item.requires_grad_()
+        returned, self.residuals = block.apply(tuple(self.tensors))
+        self.outputs = [out for out in returned if out is not None]
+        self.cotangents = [
+            torch.randn(out.shape, dtype=out.dtype, generator=generator).requires_grad_()
+            if differentiable(out)
+            else torch.zeros_like(out)
+            for out in self.outputs
+        ]
 
+    def check_differences(self, true: Sequence[Tensor], rtol: float, signal: float) -> None:
+        """Checks gradients against central differences in three random directions."""
 
-def _case(
-    block: Block, inputs: Sequence[Tensor | None], constants: Collection[int], generator: torch.Generator
-) -> _Case:
-    tensors = [None if item is None else item.detach().clone() for item in inputs]
-    points = {}
-    for index, item in enumerate(tensors):
-        if item is None or index in constants or not differentiable(item):
-            continue
-        require(item.dtype == torch.float64, f"{block.name}: input {index} must be float64, got {item.dtype}")
-        points[index] = item.requires_grad_()
-    returned, residuals = block.apply(tuple(tensors))
-    outputs = [out for out in returned if out is not None]
-    cotangents = [
-        torch.randn(out.shape, dtype=out.dtype, generator=generator).requires_grad_()
-        if differentiable(out)
-        else torch.zeros_like(out)
-        for out in outputs
-    ]
-    return _Case(tensors, points, outputs, cotangents, residuals)
+        def value(*args: Tensor) -> Tensor:
+            filled = list(self.tensors)
+            for index, arg in zip(self.points, args, strict=True):
+                filled[index] = arg
+            outputs = [out for out in self.block.forward(*filled)[0] if out is not None]
+            pairs = zip(outputs, self.cotangents, strict=True)
+            return torch.stack([(out * g).sum() for out, g in pairs if differentiable(out)]).sum()
 
+        step = 1e-6
+        with torch.no_grad():
+            for _ in range(3):
+                ways = [torch.randn(p.shape, dtype=p.dtype, generator=self.generator) for p in self.points.values()]
+                moves = list(zip(self.points.values(), ways, strict=True))
+                ahead = value(*(point + step * way for point, way in moves))
+                behind = value(*(point - step * way for point, way in moves))
+                slope = float((ahead - behind) / (2 * step))
+                exact = sum(float((g * way).sum()) for g, way in zip(true, ways, strict=True))
+                # Round-off of the two values, divided by the step, adds to the truncation error.
+                noise = 1e-15 * float(ahead.abs() + behind.abs()) / step
+                both = f"{exact:.9g} from autograd, {slope:.9g} from central differences"
+                near = abs(slope - exact) <= rtol * max(signal, abs(exact)) + 10 * noise
+                require(near, f"{self.block.name}: directional derivative {both}")
 
-def _check_differences(
-    block: Block, case: _Case, true: Sequence[Tensor], rtol: float, signal: float, generator: torch.Generator
-) -> None:
-    def value(*args: Tensor) -> Tensor:
-        filled = list(case.tensors)
-        for index, arg in zip(case.points, args, strict=True):
-            filled[index] = arg
-        outputs = [out for out in block.forward(*filled)[0] if out is not None]
-        pairs = zip(outputs, case.cotangents, strict=True)
-        return torch.stack([(out * g).sum() for out, g in pairs if differentiable(out)]).sum()
-
-    step = 1e-6
-    with torch.no_grad():
-        for _ in range(3):
-            ways = [torch.randn(p.shape, dtype=p.dtype, generator=generator) for p in case.points.values()]
-            moves = list(zip(case.points.values(), ways, strict=True))
-            ahead = value(*(point + step * way for point, way in moves))
-            behind = value(*(point - step * way for point, way in moves))
-            slope = float((ahead - behind) / (2 * step))
-            exact = sum(float((g * way).sum()) for g, way in zip(true, ways, strict=True))
-            # Round-off of the two values, divided by the step, adds to the truncation error.
-            noise = 1e-15 * float(ahead.abs() + behind.abs()) / step
-            if not abs(slope - exact) <= rtol * max(signal, abs(exact)) + 10 * noise:
-                raise AssertionError(
-                    f"{block.name}: directional derivative {exact:.9g} from autograd, "
-                    f"{slope:.9g} from central differences"
-                )
-
-
-def _check_second_order(
-    name: str, case: _Case, ours: Sequence[Tensor], true: Sequence[Tensor], rtol: float, generator: torch.Generator
-) -> None:
-    triples = [
-        (got, expected, torch.randn(expected.shape, dtype=expected.dtype, generator=generator))
-        for got, expected in zip(ours, true, strict=True)
-        if expected.requires_grad
-    ]
-    if not triples:
-        return
-    # A VJP is differentiated by its cotangents too: one that detaches them breaks the second order.
-    by = {f"input {index}": point for index, point in case.points.items()}
-    by |= {f"cotangent {index}": g for index, g in enumerate(case.cotangents) if g.requires_grad}
-    expected = _grads([(g, way) for _, g, way in triples], list(by.values()), retain_graph=True)
-    got = _grads([(g, way) for g, _, way in triples], list(by.values()), retain_graph=True)
-    # A map whose gradient is linear has a second derivative of pure round-off.
-    first = max(float(g.detach().norm()) for _, g, _ in triples)
-    signal = max(1e-3 * first, *(float(g.norm()) for g in expected))
-    for label, mine, theirs in zip(by, got, expected, strict=True):
-        close(f"{name}: second derivative by {label}", mine, theirs, signal, rtol)
+    def check_second_order(self, ours: Sequence[Tensor], true: Sequence[Tensor], rtol: float) -> None:
+        """Checks the gradients of cotangents against those of the true ones."""
+        triples = [
+            (got, expected, torch.randn(expected.shape, dtype=expected.dtype, generator=self.generator))
+            for got, expected in zip(ours, true, strict=True)
+            if expected.requires_grad
+        ]
+        if not triples:
+            return
+        # A VJP is differentiated by its cotangents too: one that detaches them breaks the second order.
+        by = {f"input {index}": point for index, point in self.points.items()}
+        by |= {f"cotangent {index}": g for index, g in enumerate(self.cotangents) if g.requires_grad}
+        expected = _grads([(g, way) for _, g, way in triples], list(by.values()), retain_graph=True)
+        got = _grads([(g, way) for g, _, way in triples], list(by.values()), retain_graph=True)
+        # A map whose gradient is linear has a second derivative of pure round-off.
+        first = max(float(g.detach().norm()) for _, g, _ in triples)
+        signal = max(1e-3 * first, *(float(g.norm()) for g in expected))
+        for label, mine, theirs in zip(by, got, expected, strict=True):
+            close(f"{self.block.name}: second derivative by {label}", mine, theirs, signal, rtol)
 
 
 def _grads(pairs: Sequence[tuple[Tensor, Tensor]], by: Sequence[Tensor], **how: bool) -> list[Tensor]:

@@ -217,10 +217,8 @@ def _check_traits(
         _check_decodes(name, feature_map, params, 1e-3 * torch.randn(256, heads, d, dtype=x.dtype, generator=generator))
     if declared.bounded_slope:
         step = torch.randn(256, heads, d, dtype=torch.float64, generator=generator)
-        near, far = (
-            float((feature_map(at + step, params) - feature_map(at, params)).norm()) for at in (step, 50.0 * step)
-        )
-        require(far <= 3 * near, f"{name}: its slope grows")
+        near, far = (feature_map(at + step, params) - feature_map(at, params) for at in (step, 50.0 * step))
+        require(float(far.norm()) <= 3 * float(near.norm()), f"{name}: its slope grows")
 
 
 def _check_decodes(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:

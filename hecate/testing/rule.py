@@ -152,24 +152,20 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
         close(f"{name}: its text, {_KERNELS}", bias.grad(pred, target), text.expand_as(pred))
 
 
-def torch_names(dtype: torch.dtype) -> dict[str, Any]:
-    """Torch's functions for the names in a text."""
+def in_torch(text: Text, dtype: torch.dtype, width: int, height: int = 1) -> Callable[..., Any]:
+    """A text as a function of tensors and the numbers c, run by torch's functions of the same names."""
 
     def where(condition: Tensor, x: Any, y: Any) -> Tensor:
         x, y = (item if isinstance(item, Tensor) else torch.tensor(item, dtype=dtype) for item in (x, y))
         return torch.where(condition, x, y)
 
     names = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
-    return names | {
+    names |= {
         "where": where, "power": torch.pow, "total": lambda x: x.sum(-1, keepdim=True),
         "top": lambda x: x.amax(-1, keepdim=True), "column_total": lambda x: x.sum(-2, keepdim=True),
-        "column_top": lambda x: x.amax(-2, keepdim=True), "INF": math.inf, "NAN": math.nan,
+        "column_top": lambda x: x.amax(-2, keepdim=True),
+        "INF": math.inf, "NAN": math.nan, "N": float(width), "M": float(height),
     }  # fmt: skip
-
-
-def in_torch(text: Text, dtype: torch.dtype, width: int, height: int = 1) -> Callable[..., Any]:
-    """A text as a function of tensors and the numbers c, run by torch."""
-    names = torch_names(dtype) | {"N": float(width), "M": float(height)}
     exec(compile(text.source, f"<formula {text.name}>", "exec"), names)
     return names[text.name]
 
@@ -220,13 +216,11 @@ def _check_retention(config: MemoryConfig, memory: Tensor, direction: Tensor, re
     reason = "what is carried is a dual state, which only the step can be linear in: declare it additive"
     require(not (retention.linear and retention.dual), f"{name}: declared linear, but {reason}")
     formula = config.forms.retention
-    if not isinstance(formula, str):
+    if not isinstance(formula, str) and retain.dim() == 1 and memory.dim() == 3:
         text = printed("step", ("X", "D", "r"), [formula.single.out])
         step = in_torch(text, memory.dtype, memory.shape[-1], memory.shape[-2])
-        gate = retain.view(-1, 1, 1) if retain.dim() == 1 else None
-        if gate is not None and memory.dim() == 3:
-            moved = step(memory, direction, gate, text.numbers)
-            close(f"{name}: its text, {_KERNELS}", retention.step(memory, direction, retain), moved)
+        moved = step(memory, direction, retain.view(-1, 1, 1), text.numbers)
+        close(f"{name}: its text, {_KERNELS}", retention.step(memory, direction, retain), moved)
     if not retention.additive:
         return
     decayed = retention.step(memory, torch.zeros_like(direction), retain)

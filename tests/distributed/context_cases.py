@@ -17,7 +17,7 @@ from hecate import Gates, MemoryConfig, memory_scan
 from hecate.distributed.context import Context, context_scan, share, sum_gradients, unshare
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.nn import LinearAttention, Memory
-from hecate.rule.named import RULES
+from hecate.rule import RULES
 
 T = 14
 RULE = {"bias": "l2", "retention": "decay", "feature_map": "elu", "key_norm": "l2"}

@@ -11,7 +11,7 @@ from torch import nn
 from hecate import Gates, MemoryConfig
 from hecate.distributed import context as contexts
 from hecate.distributed.context import piece, way
-from hecate.rule.named import RULES
+from hecate.rule import RULES
 from tests.distributed.context_cases import FEW, large, meshed, quick_layers, quick_scans, small
 from tests.ranks import run_ranks
 
