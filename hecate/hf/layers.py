@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hecate.checks import described, expect_choice, expect_count, outside_vocabulary
 from hecate.data import places_of
+from hecate.distributed.world import flat
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.hf.adopt import CACHED, FLOATS, masks_of, official, rule_of
 from hecate.hf.cache import StateLayer
@@ -218,12 +219,10 @@ def to_layer(memory: Memory, layer: Any) -> Any:
         raise TypeError(f"to_layer takes a hecate.nn.Memory, got a {type(memory).__name__}")
     config, sizes, weights = describe(layer)
     name = official(type(layer)).__name__
-    mine = {key: getattr(memory, key) for key in ("d_model", "heads", "d_key", "d_value")}
-    mine["conv_kernel"] = 0 if memory.conv is None else memory.conv.kernel
-    pairs = [(key, mine[key], sizes[key]) for key in mine]
+    mine = arguments_of(memory)
+    pairs = [(key, mine[key], theirs) for key, theirs in {**sizes, "firing": "always"}.items()]
     pairs += [("qk_norm", memory.qk_norm, "l2"), ("output_gate", memory.output_gate is not None, True)]
     pairs += [("layer_activation", memory.conv is not None and memory.conv.activation, True)]
-    pairs += [("firing", "learned" if "firing" in memory.gates.starts else "always", "always")]
     pairs += [("query_projection", memory.query_projection, "none"), *_apart(memory, config)]
     for key, setting, theirs in pairs:
         if setting != theirs:
@@ -243,21 +242,23 @@ def to_layer(memory: Memory, layer: Any) -> Any:
     return layer
 
 
+def arguments_of(memory: Memory) -> dict[str, Any]:
+    """The arguments of `hecate.nn.Memory` that may differ between memories of `from_layer` and `upgrade`."""
+    sizes = {name: getattr(memory, name) for name in ("d_model", "heads", "d_key", "d_value")}
+    return sizes | {
+        "conv_kernel": 0 if memory.conv is None else memory.conv.kernel,
+        "learned_initial": next(memory.initial.parameters(), None) is not None,
+        "firing": "learned" if "firing" in memory.gates.starts else "always",
+    }
+
+
 def _apart(memory: Memory, config: MemoryConfig) -> Iterator[tuple[str, Any, Any]]:
     """The settings that affect a layer's function, by path, with their values in a memory and in a config."""
-
-    def flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                yield from flat(f"{path}.{key}" if path else key, item)
-        else:
-            yield path, value
-
     settings = []
     for rule in (memory.config, config):
         options = (rule.layer_options or LAYER).model_dump()
         options["key_heads"] = options["key_heads"] or memory.heads
-        settings.append(dict(flat("", {**rule.model_dump(exclude=_ASIDE), "layer_options": options})))
+        settings.append(dict(flat({**rule.model_dump(exclude=_ASIDE), "layer_options": options})))
     for path in dict.fromkeys([*settings[1], *settings[0]]):
         if path not in ("retention.retain", "algorithm.lr_start"):  # only for scans without gates, and for new layers
             yield path, settings[0].get(path), settings[1].get(path)
@@ -296,11 +297,9 @@ def to_cache(state: LayerState, cache: Any, index: int) -> None:
         raise ConfigError("the convolution holds several documents, which a cache cannot tell apart")
     conv = nn.functional.pad(state.conv.mT, (1, 0))  # a cache has one more tap than the next token needs
     weight = memory.memory["weight"].mT.contiguous()
-    if not layer.is_conv_states_initialized[0]:
-        layer.lazy_initialization(conv_states=conv)
-    if not layer.is_recurrent_states_initialized[0]:
-        layer.lazy_initialization(recurrent_states=weight)
     for name, tensor in (("conv_states", conv), ("recurrent_states", weight)):
+        if not getattr(layer, f"is_{name}_initialized")[0]:
+            layer.lazy_initialization(**{name: tensor})
         if (target := getattr(layer, name)[0]).shape != tensor.shape:
             raise ShapeError(
                 f"{name} of layer {index} of the cache are {list(target.shape)}, the state's {[*tensor.shape]}"
