@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -125,15 +126,8 @@ class _Server:
                     raise _Refused(413, f"a body must have at most {most} bytes")
         return raw
 
-    async def complete(self, http: Http) -> Response:
-        """POST /v1/completions."""
-        return await self._answer(http, chat=False)
-
-    async def chat(self, http: Http) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._answer(http, chat=True)
-
-    async def _answer(self, http: Http, chat: bool) -> Response:
+    async def answer(self, http: Http, *, chat: bool) -> Response:
+        """POST /v1/completions, or with `chat` POST /v1/chat/completions."""
         if not self.scheduler.alive:
             raise _Refused(503, "the scheduler has ended; the host has to start the server again")
         raw = await self._body(http)
@@ -293,8 +287,8 @@ def application(
         return Route(path, server.guard(handler), methods=[method])
 
     routes = [
-        route("/v1/completions", server.complete, "POST"),
-        route("/v1/chat/completions", server.chat, "POST"),
+        route("/v1/completions", partial(server.answer, chat=False), "POST"),
+        route("/v1/chat/completions", partial(server.answer, chat=True), "POST"),
         route("/v1/memories/{user:path}", server.forget, "DELETE"),
         route("/v1/models", server.models),
         route("/metrics", server.metrics),
