@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MethodType
@@ -154,23 +153,23 @@ def freeze(model: Any) -> None:
 
 def install(model: Any, decoder: Any, config: GraftConfig, branches: dict[int, tuple[Any, Branch]], train: str) -> Any:
     """Adds the branches that `build` made to the model; returns the model."""
-    if train == "memory":
-        freeze(model)
     for attention, branch in branches.values():
         if config.mode == "replace":
             attention.requires_grad_(False)
         setattr(attention, BRANCH, branch.train(attention.training))
         kind: Any = type(attention)
         attention.__class__ = with_base(kind, Beside if config.mode == "add" else InPlace)
-    return announce(model, decoder, GRAFT, json.loads(config.model_dump_json()))
+    return announce(model, decoder, GRAFT, config, train)
 
 
-def announce(model: Any, decoder: Any, key: str, config: Any) -> Any:
+def announce(model: Any, decoder: Any, key: str, config: Config, train: str) -> Any:
     """Prepares a model to pass masks to its memories and to generate with their states; puts the graft's config into
-    the model's under `key`; returns the model."""
+    the model's under `key`; freezes all other weights if only the "memory" is trained; returns the model."""
+    if train == "memory":
+        freeze(model)
     if hand_masks not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(hand_masks, with_kwargs=True)
-    setattr(model.config, key, config)
+    setattr(model.config, key, config.model_dump(mode="json"))
     model.init_continuous_batching = no_continuous_batching
     model._prepare_cache_for_generation = MethodType(prepare_cache, model)  # a method: a copy of the model has its own
     if getattr(model, "generation_config", None) is not None:
@@ -383,17 +382,13 @@ class InPlace(Grafted):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The memory's output for hidden_states `[B, T, d_model]`, and None for attention weights."""
         past, masks = self._pop_masks(args, kwargs)
-        if past is not None:
-            self._count(past, hidden_states)
+        if past is not None:  # zero keys and values, one number per token, as a cache counts tokens by them
+            layer = past.layers[self.layer_idx] if self.layer_idx < len(past.layers) else None
+            keys = getattr(layer, "keys", None)  # in a static cache keys are allocated already, and fix the shape
+            heads, width = (1, 1) if keys is None or keys.dim() < 4 else (keys.shape[1], keys.shape[3])
+            stub = hidden_states.new_zeros(len(hidden_states), heads, hidden_states.shape[1], width)
+            past.update(stub, stub, self.layer_idx)
         return self._answers(hidden_states, past, masks).to(hidden_states.dtype), None
-
-    def _count(self, past: Any, x: Tensor) -> None:
-        """Adds zero keys and values to the cache, one number per token, because a cache counts tokens by them."""
-        layer = past.layers[self.layer_idx] if self.layer_idx < len(past.layers) else None
-        keys = getattr(layer, "keys", None)  # in a static cache keys are allocated already, and fix the shape
-        heads, width = (1, 1) if keys is None or keys.dim() < 4 else (keys.shape[1], keys.shape[3])
-        stub = x.new_zeros(x.shape[0], heads, x.shape[1], width)
-        past.update(stub, stub, self.layer_idx)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -31,7 +30,6 @@ from hecate.hf.graft import (
     expect_keywords,
     expect_layers,
     fields_of,
-    freeze,
     with_base,
 )
 from hecate.nn import LayerState
@@ -204,14 +202,12 @@ def install_mlps(
     model: Any, decoder: Any, config: MLPGraftConfig, grafts: dict[int, tuple[str, Fast]], train: str
 ) -> Any:
     """Adds the memories that `build_mlps` made to the model; returns the model."""
-    if train == "memory":
-        freeze(model)
     for index, (name, fast) in grafts.items():
         _install(getattr(decoder.layers[index], name), fast, index)
         layer: Any = decoder.layers[index]
         kind: Any = type(layer)
         layer.__class__ = with_base(kind, Handing)
-    return announce(model, decoder, KEY, json.loads(config.model_dump_json()))
+    return announce(model, decoder, KEY, config, train)
 
 
 def _install(mlp: Any, fast: Fast, index: int) -> Any:
@@ -304,8 +300,7 @@ def _check_same(mlp: Any, fast: Fast, index: int) -> None:
     width: int = fast.levels[0].value.in_features  # type: ignore[union-attr, assignment]
     source = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, width, generator=source, device="cpu").to(weight)
-    twin: Any = object.__new__(type(mlp))
-    twin.__dict__.update(mlp.__dict__, _modules=dict(mlp._modules))
+    twin = with_attributes(mlp, _modules=dict(mlp._modules))
     try:
         with torch.random.fork_rng(devices=[]):
             before: Tensor = mlp(x)
