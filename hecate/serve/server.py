@@ -49,13 +49,8 @@ class _Uvicorn(uvicorn.Server):
             await self.lifespan.shutdown()
 
 
-class _Refused(Exception):
+class _Refused(HTTPException):
     """An error response that ends the handling of a request."""
-
-    def __init__(self, code: int, message: str, **headers: str) -> None:
-        super().__init__(message)
-        kind = "server_error" if code >= 500 else "rate_limit_error" if code == 429 else "invalid_request_error"
-        self.response = JSONResponse(problem(message, kind), code, headers)
 
 
 class _Stream(StreamingResponse):
@@ -86,22 +81,20 @@ class _Server:
             request.deadline = min(request.deadline, self.until)
 
     def guard(self, handler: Handler) -> Handler:
-        """A handler with access control, by the key or without one by host name, and with errors as responses."""
+        """A handler with access control, by the key or without one by host name, and with errors as `_Refused`."""
 
         async def handle(http: Http) -> Response:
             try:
                 self._admit(http)
                 return await handler(http)
-            except _Refused as refused:
-                return refused.response
             except QueueFull as error:
-                return _Refused(429, str(error), **{"retry-after": "1"}).response
+                raise _Refused(429, str(error), {"retry-after": "1"}) from None
             except (TimeoutError, ClientDisconnect):
-                return _Refused(408, "the body did not come").response
+                raise _Refused(408, "the body did not come") from None
             except CheckpointError:
-                return _Refused(500, "the user's memory cannot be deleted; its file is not writable").response
+                raise _Refused(500, "the user's memory cannot be deleted; its file is not writable") from None
             except HecateError as error:
-                return _Refused(400, str(error)).response
+                raise _Refused(400, str(error)) from None
 
         return handle
 
@@ -294,15 +287,17 @@ def application(
         route("/metrics", server.metrics),
         Route("/health", server.health),
     ]
-    app = Starlette(routes=routes, lifespan=running, exception_handlers={HTTPException: _not_served})
+    app = Starlette(routes=routes, lifespan=running, exception_handlers={HTTPException: _refusal})
     app.state.hurry = server.hurry
     return app
 
 
-async def _not_served(http: Http, error: Any) -> Response:
-    """The answer to a path or a method that there is none of."""
-    text = f"{http.method} {shorten(http.url.path)} is not served; docs/pages/serve.md lists what is"
-    return _Refused(error.status_code, text, **(error.headers or {})).response
+async def _refusal(http: Http, error: Any) -> Response:
+    """The answer to a refused request, also to one of a path or a method that there is none of."""
+    unserved = f"{http.method} {shorten(http.url.path)} is not served; docs/pages/serve.md lists what is"
+    text, code = error.detail if isinstance(error, _Refused) else unserved, error.status_code
+    kind = "server_error" if code >= 500 else "rate_limit_error" if code == 429 else "invalid_request_error"
+    return JSONResponse(problem(text, kind), code, error.headers)
 
 
 def check_host(host: str, key: str | None) -> None:
