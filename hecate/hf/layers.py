@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal, NamedTuple, get_args
@@ -68,7 +68,7 @@ def describe(layer: Any) -> Described:
             where = "on the meta device" if weight.is_meta else f"quantised to {weight.dtype}"
             raise ConfigError(f"{name}.{key} is {where}; load it, or unpack it, in floating point")
     try:
-        weights = dict(_weights(layer))
+        weights = _weights(layer)
         norm: Any = getattr(layer, "norm", None) or layer.o_norm
         decay = getattr(layer, "forget_gate", layer)
         squash, eps = norm.activation, norm.variance_epsilon
@@ -111,40 +111,41 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _weights(layer: Any) -> Iterator[tuple[str, Tensor]]:
+_PATHS = {
+    "q": ("q_proj.weight",), "k": ("k_proj.weight",), "v": ("v_proj.weight",),
+    "lr": ("b_proj.weight", "in_proj_b.weight"),
+    "gate": ("g_b_proj.weight", "g_proj.weight", "in_proj_z.weight"),
+    "gate_bias": ("g_b_proj.bias", "g_proj.bias"), "gate_down": ("g_a_proj.weight",),
+    "retain": ("forget_gate.f_b_proj.weight", "forget_gate.f_proj.weight", "a_proj.weight", "in_proj_a.weight"),
+    "down": ("forget_gate.f_a_proj.weight",),
+    "bias": ("forget_gate.dt_bias", "dt_bias"), "rate": ("forget_gate.A_log", "A_log"),
+    "conv": ("conv1d.weight",), "conv_bias": ("conv1d.bias",),
+    "norm": ("norm.weight", "o_norm.weight"), "out": ("o_proj.weight", "out_proj.weight"),
+}  # fmt: skip
+"""Paths of a layer's parameters in the families of transformers, by their names in a memory."""
+_OPTIONAL = ("gate_bias", "gate_down", "down", "conv_bias")
+
+
+def _weights(layer: Any) -> dict[str, Tensor]:
     """The layer's parameters by their names in a memory; fused projections are split into views."""
+    weights: dict[str, Tensor] = {}
     if hasattr(layer, "in_proj_qkvz"):  # for each key head: q, k, and v and gate of its value heads
         keys, width = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
         values, fused = width * layer.head_v_dim, layer.in_proj_qkvz.weight.unflatten(0, (keys, -1))
         sizes = [layer.head_k_dim, layer.head_k_dim, values, values]
-        yield from zip(("q", "k", "v", "gate"), fused.split(sizes, 1), strict=True)
-        yield from zip(("lr", "retain"), layer.in_proj_ba.weight.unflatten(0, (keys, -1)).split(width, 1), strict=True)
+        gates = layer.in_proj_ba.weight.unflatten(0, (keys, -1)).split(width, 1)
+        names = "q", "k", "v", "gate", "lr", "retain"
+        weights = dict(zip(names, (*fused.split(sizes, 1), *gates), strict=True))
     elif hasattr(layer, "in_proj_qkv"):
         parts = layer.in_proj_qkv.weight.split([layer.key_dim, layer.key_dim, layer.value_dim])
-        yield from zip("qkv", parts, strict=True)
-        yield from (("gate", layer.in_proj_z.weight), ("lr", layer.in_proj_b.weight))
-        yield "retain", layer.in_proj_a.weight
-    else:
-        yield from ((name, getattr(layer, f"{name}_proj").weight) for name in "qkv")
-        yield "lr", layer.b_proj.weight
-        low = hasattr(layer, "g_a_proj")
-        forget: Any = getattr(layer, "forget_gate", None)
-        if low:
-            yield "gate_down", layer.g_a_proj.weight
-        gate = layer.g_b_proj if low else layer.g_proj
-        yield "gate", gate.weight
-        if gate.bias is not None:
-            yield "gate_bias", gate.bias
-        if hasattr(forget, "f_a_proj"):
-            yield from (("down", forget.f_a_proj.weight), ("retain", forget.f_b_proj.weight))
-        else:
-            yield "retain", layer.a_proj.weight if forget is None else forget.f_proj.weight
-    decay, norm = getattr(layer, "forget_gate", layer), getattr(layer, "norm", None)
-    yield from (("bias", decay.dt_bias), ("rate", decay.A_log), ("conv", layer.conv1d.weight))
-    if layer.conv1d.bias is not None:
-        yield "conv_bias", layer.conv1d.bias
-    yield "norm", (layer.o_norm if norm is None else norm).weight
-    yield "out", (layer.o_proj if hasattr(layer, "o_proj") else layer.out_proj).weight
+        weights = dict(zip("qkv", parts, strict=True))
+    for name, paths in _PATHS.items():
+        for path in () if name in weights else paths:
+            with suppress(AttributeError):
+                weights[name] = layer.get_parameter(path)
+        if name not in weights and name not in _OPTIONAL:
+            raise AttributeError(f"it has no {' or '.join(paths)}")
+    return weights
 
 
 def _retention(decay: Any, weights: dict[str, Tensor], *, channels: bool) -> dict[str, Any]:
