@@ -224,11 +224,12 @@ def document_starts(arguments: Mapping[str, Any], tokens: Tensor) -> Tensor | No
         if positions.dim() == 2 and bool(torch.diff(positions).le(0).any()):
             raise ConfigError(CACHED)
     how = {"cu_seq_lens_q": borders, "position_ids": positions, "past_key_values": past}
-    return starts_of_documents(how, rows, count, tokens.device)
+    return starts_of_documents(how, tokens)
 
 
-def starts_of_documents(arguments: dict[str, Any], rows: int, count: int, device: torch.device) -> Tensor | None:
+def starts_of_documents(arguments: dict[str, Any], tokens: Tensor) -> Tensor | None:
     """Mask of where documents start, from the arguments that attention uses; None if there is only one document."""
+    (rows, count), device = tokens.shape[:2], tokens.device
     ends, position = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
     if ends is not None:
         starts = torch.zeros(rows * count + 1, dtype=torch.bool, device=device)

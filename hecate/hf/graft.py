@@ -247,22 +247,17 @@ def _branch(index: int, attention: Any, config: GraftConfig, reuse: bool, genera
     width, linear = attention.head_dim, attention.q_proj
     model_dtype = linear.weight.dtype if linear.weight.dtype in FLOATS else torch.float32
     dtype = torch.promote_types(model_dtype, torch.float32) if config.dtype is None else getattr(torch, config.dtype)
-    options = config.model_dump(
-        include={"conv_kernel", "qk_norm", "output_gate", "learned_initial", "firing", "query_projection"}
-    )
-    heads, like = config.heads, config.heads is None
+    given = config.model_dump(exclude={"layers", "memory", "mode", "feature_memory", "dtype"}, exclude_none=True)
+    like = {"heads": linear.out_features // width, "d_key": width, "d_value": width} if config.heads is None else {}
     memory = Memory(
         linear.in_features,
-        linear.out_features // width if heads is None else heads,
-        config.memory,
-        d_key=width if like and config.d_key is None else config.d_key,
-        d_value=width if like and config.d_value is None else config.d_value,
+        config=config.memory,
         feature_memory=config.feature_memory,
         name=f"layer {index}",
         generator=generator,
         device=linear.weight.device,
         dtype=dtype,
-        **options,
+        **like | given,
     )
     reused = _reuse(memory, attention) if reuse else ()
     return Branch(memory, gated=config.mode == "add", reused=reused)
@@ -400,13 +395,13 @@ def with_base(kind: Any, base: Any) -> Any:
 def hand_masks(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """Pre-forward hook of a decoder: adds `MASKS` to the keywords, which are passed on to its layers."""
     arguments, tokens = called_with(model, args, kwargs)
-    return args, {**kwargs, MASKS: _masks(arguments, tokens.shape[0], tokens.shape[1], tokens.device)}
+    return args, {**kwargs, MASKS: _masks(arguments, tokens)}
 
 
-def _masks(arguments: dict[str, Any], rows: int, count: int, device: torch.device) -> dict[str, Tensor | None]:
+def _masks(arguments: dict[str, Any], tokens: Tensor) -> dict[str, Tensor | None]:
     """Masks of the tokens of a call for memories, each None if it has no effect: `write_mask` is False at padding,
     which memories neither write nor count; `reset_mask` is True where another document begins."""
-    padding = arguments.get("attention_mask")
+    padding, count = arguments.get("attention_mask"), tokens.shape[1]
     if padding is not None:
         if not isinstance(padding, Tensor) or padding.dim() != 2 or padding.shape[1] < count:
             raise ShapeError(
@@ -416,8 +411,8 @@ def _masks(arguments: dict[str, Any], rows: int, count: int, device: torch.devic
         start, past = padding.shape[1] - count, arguments.get("past_key_values")
         if start and past is not None:  # a mask for a static cache may extend beyond these tokens
             start = min(start, int(past.get_seq_length()))
-        write = padding[:, start : start + count].to(device).bool()
+        write = padding[:, start : start + count].to(tokens.device).bool()
         # This check waits for the device, but a scan without a mask is much faster.
         whole = not torch.compiler.is_compiling() and bool(write.all())
         return {"write_mask": None if whole else write, "reset_mask": None}
-    return {"write_mask": None, "reset_mask": starts_of_documents(arguments, rows, count, device)}
+    return {"write_mask": None, "reset_mask": starts_of_documents(arguments, tokens)}

@@ -169,18 +169,15 @@ def save(model: Any, folder: str | Path) -> None:
     expect_free(folder, "choose another folder")
     describe_hosted(model)
     tensors = model.state_dict()
-    added = {name: tensors.pop(name).detach().cpu().contiguous() for name in _added_names(model)}
+    # Transformers renames some tensors when writing, so that those of upgraded layers and of MLP grafts could not be
+    # found again.
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, Hosted | Fast)}
+    names = [f"{name}.{key}" for name, part in parts.items() for key in part.state_dict()]
+    added = {name: tensors.pop(name).detach().cpu().contiguous() for name in names}
     with written_folder(folder, "choose another folder") as room:
         model.save_pretrained(room, state_dict=tensors)
         if added:
             write_tensors(added, room / _TENSORS)
-
-
-def _added_names(model: Any) -> list[str]:
-    """Names of the tensors of upgraded layers and of MLP grafts: transformers renames some tensors of a model when
-    writing, so that these could not be found again."""
-    parts = {name: part for name, part in model.named_modules() if isinstance(part, Hosted | Fast)}
-    return [f"{name}.{key}" for name, part in parts.items() for key in part.state_dict()]
 
 
 def load(folder: str | Path, *, train: Train = "all", **options: Any) -> Any:
@@ -306,8 +303,7 @@ def _take(folder: Path, part: Any, start: str) -> None:
     tensors = {name.removeprefix(start): value for name, value in pairs}
     _check_fit(folder, part, tensors, start)
     part.load_state_dict(tensors, assign=True)
-    for parameter in part.parameters():
-        parameter.requires_grad_(True)
+    part.requires_grad_(True)
 
 
 def _check_fit(folder: Path, part: Any, tensors: Mapping[str, Tensor], start: str) -> None:

@@ -227,9 +227,8 @@ class Scheduler:
             ConfigError, ShapeError: a request that cannot be served.
         """
         request.check(self.vocabulary)
-        if request.user is not None:
-            if self.memories is None:
-                raise ConfigError("nothing is remembered here (no folder for memories was given); leave user out")
+        if request.user is not None and self.memories is None:
+            raise ConfigError("nothing is remembered here (no folder for memories was given); leave user out")
         with self._lock:
             if self.failure is not None:
                 raise ConfigError("the scheduler has ended after a failure; start the server again")
