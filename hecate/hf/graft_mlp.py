@@ -113,8 +113,8 @@ class MLPGraftConfig(Config):
 
 
 class _Layout(NamedTuple):
-    """The layout of an MLP: the name of its last layer, its widths, and for "whole" its structure, and the names of its
-    parameters by the names of the structure's weights."""
+    """The layout of an MLP: the name of its last layer, its widths, the structure of its memories, and for "whole" the
+    names of its parameters by the names of the structure's weights."""
 
     last: str
     d_hidden: int
@@ -184,7 +184,7 @@ def build_mlps(decoder: Any, config: MLPGraftConfig, generator: torch.Generator 
         expect_keywords(layer, **{past: "takes no past_key_values, where memories keep their states"})
         mlp = getattr(layer, name)
         layout = _layout(mlp, f"layer {index}: the {type(mlp).__name__}", config.fast)
-        rules = config.rules(Matrix() if layout.structure is None else layout.structure)
+        rules = config.rules(layout.structure)
         for rule in rules:
             _check_silent(rule)
         weight = getattr(mlp, layout.last).weight
@@ -239,7 +239,7 @@ def _layout(mlp: Any, who: str, fast: str) -> _Layout:
         raise ConfigError(f"{who} ends in a {type(last).__name__}, not a linear layer: it is quantised or adapted")
     sizes = ends[0], last.in_features, last.out_features
     if fast == "last":
-        return _Layout(*sizes, None, {})
+        return _Layout(*sizes, Matrix(), {})
     maps = {name for name, part in mlp.named_children() if isinstance(part, nn.Linear)}
     gated, plain = ([names for names in every if maps == {*names}] for every in (_GATED, _PLAIN))
     biased = {name for name in maps if getattr(mlp, name).bias is not None}

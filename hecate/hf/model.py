@@ -212,11 +212,10 @@ class HecatePreTrainedModel(PreTrainedModel):
         """Initialises weights that a checkpoint lacks as hecate does, and leaves all others."""
         if isinstance(module, LanguageModel):
             named = [*module.named_parameters(), *module.named_buffers()]
-            missing = [name for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)]
+            missing = {name: tensor for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)}
             drawn = LanguageModel(module.config, device="cpu").state_dict() if missing else {}
-            for name, tensor in named:
-                if name in missing:
-                    tensor.copy_(drawn[name])
+            for name, tensor in missing.items():
+                tensor.copy_(drawn[name])
         elif isinstance(module, nn.Linear | nn.Embedding) and not getattr(module.weight, "_is_hf_initialized", False):
             redraw(None, module)
 

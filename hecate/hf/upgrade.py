@@ -70,9 +70,8 @@ def describe_hosted(model: nn.Module) -> None:
         configs = {}
         for name, part in root.named_modules():
             if isinstance(part, Hosted):
-                sizes = arguments_of(part.memory)
-                config = HostedConfig(memory=part.memory.config, layer_idx=part.layer_idx, **sizes)
-                configs[name] = config.model_dump(mode="json")
+                how = {"memory": part.memory.config, "layer_idx": part.layer_idx, **arguments_of(part.memory)}
+                configs[name] = HostedConfig(**how).model_dump(mode="json")
         if configs:
             setattr(root.config, LAYERS, configs)
         elif hasattr(root.config, LAYERS):  # left from another model with this config
@@ -358,11 +357,9 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
     Raises:
         ConfigError: a rule that does not contain the memory's, or that the memory has already.
     """
-    wider, kind = WIDER[rule], rule_name(memory.config)
+    wider, kind, first = WIDER[rule], rule_name(memory.config), set[str]()
     if wider.after is not None and kind in WIDER[wider.after].contains:
         memory, first = widened(memory, wider.after, name)
-    else:
-        first = set[str]()
     if rule_name(memory.config) not in wider.contains:
         raise ConfigError(f"rule {rule!r} contains {', '.join(wider.contains)}, and {name} is {kind} already")
     options = arguments_of(memory)
