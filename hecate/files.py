@@ -141,30 +141,21 @@ def sweep_evaluations(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
-    """Forces a file, or the entries of a folder, to disk, if the file system can. Raises OSError."""
+def sync(path: Path, handle: int | None = None) -> None:
+    """Forces a file, or the entries of a folder, to disk, if the file system can; `handle` is that of an open file.
+    Raises OSError."""
     try:
-        handle = os.open(path, os.O_RDONLY)
+        opened = os.open(path, os.O_RDONLY) if handle is None else handle
         try:
-            os.fsync(handle)
+            os.fsync(opened)
         finally:
-            os.close(handle)
+            if handle is None:
+                os.close(opened)
     except OSError as error:
-        _lost_sync(path, error, _NO_FOLDER_SYNC if path.is_dir() else _NO_SYNC)
-
-
-def sync_open(handle: int, path: Path) -> None:
-    """Forces an open file to disk as `sync` does; `path` is for messages."""
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        _lost_sync(path, error, _NO_SYNC)
-
-
-def _lost_sync(path: Path, error: OSError, served: frozenset[int]) -> None:
-    if error.errno not in served:
-        raise error
-    _warn_once("sync", path, error, "cannot force what is written to disk", "a power cut may lose what is newest there")
+        if error.errno not in (_NO_FOLDER_SYNC if path.is_dir() else _NO_SYNC):
+            raise
+        lack, so = "cannot force what is written to disk", "a power cut may lose what is newest there"
+        _warn_once("sync", path, error, lack, so)
 
 
 def lock(handle: int, path: Path) -> None:

@@ -72,9 +72,7 @@ class _Sequence(nn.Module):
         self.model, (self.leaves, self.spec) = model, pytree.tree_flatten(like)
 
     def forward(self, x: Tensor, past: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        rest = iter(past)
-        state = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves] if past else None
-        y, after = self.model(x, None if state is None else pytree.tree_unflatten(state, self.spec))
+        y, after = self.model(x, states.with_tensors(self.leaves, self.spec, past) if past else None)
         return y, *states.leaves(after).values()
 
 

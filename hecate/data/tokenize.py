@@ -39,7 +39,7 @@ from hecate.data.shards import (
 )
 from hecate.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
-from hecate.files import TEMPORARY, cure, lock, read_file, sync, sync_open, temporary_name, write_file
+from hecate.files import TEMPORARY, cure, lock, read_file, sync, temporary_name, write_file
 from hecate.processes import safe_path, without_interrupts
 from hecate.variant import Config
 
@@ -358,7 +358,7 @@ class _Writer:
         """Forces the files to disk and renames them; returns the shard."""
         for file, path in zip(self._held, self.paths, strict=True):
             file.flush()
-            sync_open(file.fileno(), path)
+            sync(path, file.fileno())
             temporary_name(path).replace(path)
         sync(self.paths[0].parent)
         tokens, starts = (digest.hexdigest() for digest in self._hashes)

@@ -169,7 +169,7 @@ class World:
         that does, with both values. [DIST-WORLD-D2]"""
         if self.size == 1:
             return
-        fault = self._ask(dict(_flat(facts)), _difference)
+        fault = self._ask(dict(flat(facts)), _difference)
         if fault is not None:
             raise ParallelError(fault)
 
@@ -298,14 +298,14 @@ def _beneath(store: Store) -> Store:
     return store
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves of a tree by their paths."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
+            yield from flat(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple) and value:
         for index, item in enumerate(value):
-            yield from _flat(item, f"{path}[{index}]")
+            yield from flat(item, f"{path}[{index}]")
     else:
         yield path, value
 

@@ -130,11 +130,8 @@ def adopted(kind: Any) -> Any:
             raise ConfigError(
                 "exact and adopt: adopted layers take a token by other kernels than many; release the model"
             )
-        starts, packing = kwargs.pop(STARTS, None), {name: kwargs.pop(name, None) for name in PACKING}
-        if starts is None:
-            starts = document_starts(packing, hidden_states)
-        if starts is not None and kwargs.get("cache_params", args[0] if args else None) is not None:
-            raise ConfigError(CACHED)
+        given = {name: kwargs.pop(name, None) for name in (STARTS, *PACKING)}
+        starts = starts_in(given, hidden_states, kwargs.get("cache_params", args[0] if args else None))
         return core(self, hidden_states, *args, **{STARTS: starts, ENGINE: self.hecate_engine}, **kwargs)
 
     attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -227,11 +224,12 @@ def document_starts(arguments: Mapping[str, Any], tokens: Tensor) -> Tensor | No
         if positions.dim() == 2 and bool(torch.diff(positions).le(0).any()):
             raise ConfigError(CACHED)
     how = {"cu_seq_lens_q": borders, "position_ids": positions, "past_key_values": past}
-    return starts_of_documents(how, rows, count, tokens.device)
+    return starts_of_documents(how, tokens)
 
 
-def starts_of_documents(arguments: dict[str, Any], rows: int, count: int, device: torch.device) -> Tensor | None:
+def starts_of_documents(arguments: dict[str, Any], tokens: Tensor) -> Tensor | None:
     """Mask of where documents start, from the arguments that attention uses; None if there is only one document."""
+    (rows, count), device = tokens.shape[:2], tokens.device
     ends, position = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
     if ends is not None:
         starts = torch.zeros(rows * count + 1, dtype=torch.bool, device=device)
@@ -244,15 +242,20 @@ def starts_of_documents(arguments: dict[str, Any], rows: int, count: int, device
     return starts if torch.compiler.is_compiling() or bool(starts[:, 1:].any()) else None
 
 
-def masks_of(x: Tensor, attention_mask: Tensor | None, keywords: dict[str, Any], past: Any) -> dict[str, Tensor | None]:
-    """Masks for x `[B, T, d_model]` from a layer's arguments in transformers; refuses documents in a cached row."""
+def starts_in(keywords: dict[str, Any], x: Tensor, past: Any) -> Tensor | None:
+    """`document_starts` from a layer's keywords in transformers; refuses documents in a cached row."""
     starts = keywords.get(STARTS)
     if starts is None:
         starts = document_starts({name: keywords.get(name) for name in PACKING}, x)
     if starts is not None and past is not None:
         raise ConfigError(CACHED)
+    return starts
+
+
+def masks_of(x: Tensor, attention_mask: Tensor | None, keywords: dict[str, Any], past: Any) -> dict[str, Tensor | None]:
+    """Masks for x `[B, T, d_model]` from a layer's arguments in transformers; refuses documents in a cached row."""
     written = None if attention_mask is None else attention_mask[:, -x.shape[1] :].bool()
-    return {"write_mask": written, "reset_mask": starts}
+    return {"write_mask": written, "reset_mask": starts_in(keywords, x, past)}
 
 
 # Adoption.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MethodType
@@ -154,23 +153,23 @@ def freeze(model: Any) -> None:
 
 def install(model: Any, decoder: Any, config: GraftConfig, branches: dict[int, tuple[Any, Branch]], train: str) -> Any:
     """Adds the branches that `build` made to the model; returns the model."""
-    if train == "memory":
-        freeze(model)
     for attention, branch in branches.values():
         if config.mode == "replace":
             attention.requires_grad_(False)
         setattr(attention, BRANCH, branch.train(attention.training))
         kind: Any = type(attention)
         attention.__class__ = with_base(kind, Beside if config.mode == "add" else InPlace)
-    return announce(model, decoder, GRAFT, json.loads(config.model_dump_json()))
+    return announce(model, decoder, GRAFT, config, train)
 
 
-def announce(model: Any, decoder: Any, key: str, config: Any) -> Any:
+def announce(model: Any, decoder: Any, key: str, config: Config, train: str) -> Any:
     """Prepares a model to pass masks to its memories and to generate with their states; puts the graft's config into
-    the model's under `key`; returns the model."""
+    the model's under `key`; freezes all other weights if only the "memory" is trained; returns the model."""
+    if train == "memory":
+        freeze(model)
     if hand_masks not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(hand_masks, with_kwargs=True)
-    setattr(model.config, key, config)
+    setattr(model.config, key, config.model_dump(mode="json"))
     model.init_continuous_batching = no_continuous_batching
     model._prepare_cache_for_generation = MethodType(prepare_cache, model)  # a method: a copy of the model has its own
     if getattr(model, "generation_config", None) is not None:
@@ -248,22 +247,17 @@ def _branch(index: int, attention: Any, config: GraftConfig, reuse: bool, genera
     width, linear = attention.head_dim, attention.q_proj
     model_dtype = linear.weight.dtype if linear.weight.dtype in FLOATS else torch.float32
     dtype = torch.promote_types(model_dtype, torch.float32) if config.dtype is None else getattr(torch, config.dtype)
-    options = config.model_dump(
-        include={"conv_kernel", "qk_norm", "output_gate", "learned_initial", "firing", "query_projection"}
-    )
-    heads, like = config.heads, config.heads is None
+    given = config.model_dump(exclude={"layers", "memory", "mode", "feature_memory", "dtype"}, exclude_none=True)
+    like = {"heads": linear.out_features // width, "d_key": width, "d_value": width} if config.heads is None else {}
     memory = Memory(
         linear.in_features,
-        linear.out_features // width if heads is None else heads,
-        config.memory,
-        d_key=width if like and config.d_key is None else config.d_key,
-        d_value=width if like and config.d_value is None else config.d_value,
+        config=config.memory,
         feature_memory=config.feature_memory,
         name=f"layer {index}",
         generator=generator,
         device=linear.weight.device,
         dtype=dtype,
-        **options,
+        **like | given,
     )
     reused = _reuse(memory, attention) if reuse else ()
     return Branch(memory, gated=config.mode == "add", reused=reused)
@@ -383,17 +377,13 @@ class InPlace(Grafted):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The memory's output for hidden_states `[B, T, d_model]`, and None for attention weights."""
         past, masks = self._pop_masks(args, kwargs)
-        if past is not None:
-            self._count(past, hidden_states)
+        if past is not None:  # zero keys and values, one number per token, as a cache counts tokens by them
+            layer = past.layers[self.layer_idx] if self.layer_idx < len(past.layers) else None
+            keys = getattr(layer, "keys", None)  # in a static cache keys are allocated already, and fix the shape
+            heads, width = (1, 1) if keys is None or keys.dim() < 4 else (keys.shape[1], keys.shape[3])
+            stub = hidden_states.new_zeros(len(hidden_states), heads, hidden_states.shape[1], width)
+            past.update(stub, stub, self.layer_idx)
         return self._answers(hidden_states, past, masks).to(hidden_states.dtype), None
-
-    def _count(self, past: Any, x: Tensor) -> None:
-        """Adds zero keys and values to the cache, one number per token, because a cache counts tokens by them."""
-        layer = past.layers[self.layer_idx] if self.layer_idx < len(past.layers) else None
-        keys = getattr(layer, "keys", None)  # in a static cache keys are allocated already, and fix the shape
-        heads, width = (1, 1) if keys is None or keys.dim() < 4 else (keys.shape[1], keys.shape[3])
-        stub = x.new_zeros(x.shape[0], heads, x.shape[1], width)
-        past.update(stub, stub, self.layer_idx)
 
 
 @cache
@@ -405,13 +395,13 @@ def with_base(kind: Any, base: Any) -> Any:
 def hand_masks(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """Pre-forward hook of a decoder: adds `MASKS` to the keywords, which are passed on to its layers."""
     arguments, tokens = called_with(model, args, kwargs)
-    return args, {**kwargs, MASKS: _masks(arguments, tokens.shape[0], tokens.shape[1], tokens.device)}
+    return args, {**kwargs, MASKS: _masks(arguments, tokens)}
 
 
-def _masks(arguments: dict[str, Any], rows: int, count: int, device: torch.device) -> dict[str, Tensor | None]:
+def _masks(arguments: dict[str, Any], tokens: Tensor) -> dict[str, Tensor | None]:
     """Masks of the tokens of a call for memories, each None if it has no effect: `write_mask` is False at padding,
     which memories neither write nor count; `reset_mask` is True where another document begins."""
-    padding = arguments.get("attention_mask")
+    padding, count = arguments.get("attention_mask"), tokens.shape[1]
     if padding is not None:
         if not isinstance(padding, Tensor) or padding.dim() != 2 or padding.shape[1] < count:
             raise ShapeError(
@@ -421,8 +411,8 @@ def _masks(arguments: dict[str, Any], rows: int, count: int, device: torch.devic
         start, past = padding.shape[1] - count, arguments.get("past_key_values")
         if start and past is not None:  # a mask for a static cache may extend beyond these tokens
             start = min(start, int(past.get_seq_length()))
-        write = padding[:, start : start + count].to(device).bool()
+        write = padding[:, start : start + count].to(tokens.device).bool()
         # This check waits for the device, but a scan without a mask is much faster.
         whole = not torch.compiler.is_compiling() and bool(write.all())
         return {"write_mask": None if whole else write, "reset_mask": None}
-    return {"write_mask": None, "reset_mask": starts_of_documents(arguments, rows, count, device)}
+    return {"write_mask": None, "reset_mask": starts_of_documents(arguments, tokens)}

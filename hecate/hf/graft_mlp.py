@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -31,7 +30,6 @@ from hecate.hf.graft import (
     expect_keywords,
     expect_layers,
     fields_of,
-    freeze,
     with_base,
 )
 from hecate.nn import LayerState
@@ -115,8 +113,8 @@ class MLPGraftConfig(Config):
 
 
 class _Layout(NamedTuple):
-    """The layout of an MLP: the name of its last layer, its widths, and for "whole" its structure, and the names of its
-    parameters by the names of the structure's weights."""
+    """The layout of an MLP: the name of its last layer, its widths, the structure of its memories, and for "whole" the
+    names of its parameters by the names of the structure's weights."""
 
     last: str
     d_hidden: int
@@ -186,7 +184,7 @@ def build_mlps(decoder: Any, config: MLPGraftConfig, generator: torch.Generator 
         expect_keywords(layer, **{past: "takes no past_key_values, where memories keep their states"})
         mlp = getattr(layer, name)
         layout = _layout(mlp, f"layer {index}: the {type(mlp).__name__}", config.fast)
-        rules = config.rules(Matrix() if layout.structure is None else layout.structure)
+        rules = config.rules(layout.structure)
         for rule in rules:
             _check_silent(rule)
         weight = getattr(mlp, layout.last).weight
@@ -204,14 +202,12 @@ def install_mlps(
     model: Any, decoder: Any, config: MLPGraftConfig, grafts: dict[int, tuple[str, Fast]], train: str
 ) -> Any:
     """Adds the memories that `build_mlps` made to the model; returns the model."""
-    if train == "memory":
-        freeze(model)
     for index, (name, fast) in grafts.items():
         _install(getattr(decoder.layers[index], name), fast, index)
         layer: Any = decoder.layers[index]
         kind: Any = type(layer)
         layer.__class__ = with_base(kind, Handing)
-    return announce(model, decoder, KEY, json.loads(config.model_dump_json()))
+    return announce(model, decoder, KEY, config, train)
 
 
 def _install(mlp: Any, fast: Fast, index: int) -> Any:
@@ -243,7 +239,7 @@ def _layout(mlp: Any, who: str, fast: str) -> _Layout:
         raise ConfigError(f"{who} ends in a {type(last).__name__}, not a linear layer: it is quantised or adapted")
     sizes = ends[0], last.in_features, last.out_features
     if fast == "last":
-        return _Layout(*sizes, None, {})
+        return _Layout(*sizes, Matrix(), {})
     maps = {name for name, part in mlp.named_children() if isinstance(part, nn.Linear)}
     gated, plain = ([names for names in every if maps == {*names}] for every in (_GATED, _PLAIN))
     biased = {name for name in maps if getattr(mlp, name).bias is not None}
@@ -304,8 +300,7 @@ def _check_same(mlp: Any, fast: Fast, index: int) -> None:
     width: int = fast.levels[0].value.in_features  # type: ignore[union-attr, assignment]
     source = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, width, generator=source, device="cpu").to(weight)
-    twin: Any = object.__new__(type(mlp))
-    twin.__dict__.update(mlp.__dict__, _modules=dict(mlp._modules))
+    twin = with_attributes(mlp, _modules=dict(mlp._modules))
     try:
         with torch.random.fork_rng(devices=[]):
             before: Tensor = mlp(x)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hecate.checks import described, expect_choice, expect_count, outside_vocabulary
 from hecate.data import places_of
+from hecate.distributed.world import flat
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.hf.adopt import CACHED, FLOATS, masks_of, official, rule_of
 from hecate.hf.cache import StateLayer
@@ -67,7 +68,7 @@ def describe(layer: Any) -> Described:
             where = "on the meta device" if weight.is_meta else f"quantised to {weight.dtype}"
             raise ConfigError(f"{name}.{key} is {where}; load it, or unpack it, in floating point")
     try:
-        weights = dict(_weights(layer))
+        weights = _weights(layer)
         norm: Any = getattr(layer, "norm", None) or layer.o_norm
         decay = getattr(layer, "forget_gate", layer)
         squash, eps = norm.activation, norm.variance_epsilon
@@ -110,40 +111,41 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _weights(layer: Any) -> Iterator[tuple[str, Tensor]]:
+_PATHS = {
+    "q": ("q_proj.weight",), "k": ("k_proj.weight",), "v": ("v_proj.weight",),
+    "lr": ("b_proj.weight", "in_proj_b.weight"),
+    "gate": ("g_b_proj.weight", "g_proj.weight", "in_proj_z.weight"),
+    "gate_bias": ("g_b_proj.bias", "g_proj.bias"), "gate_down": ("g_a_proj.weight",),
+    "retain": ("forget_gate.f_b_proj.weight", "forget_gate.f_proj.weight", "a_proj.weight", "in_proj_a.weight"),
+    "down": ("forget_gate.f_a_proj.weight",),
+    "bias": ("forget_gate.dt_bias", "dt_bias"), "rate": ("forget_gate.A_log", "A_log"),
+    "conv": ("conv1d.weight",), "conv_bias": ("conv1d.bias",),
+    "norm": ("norm.weight", "o_norm.weight"), "out": ("o_proj.weight", "out_proj.weight"),
+}  # fmt: skip
+"""Paths of a layer's parameters in the families of transformers, by their names in a memory."""
+_OPTIONAL = ("gate_bias", "gate_down", "down", "conv_bias")
+
+
+def _weights(layer: Any) -> dict[str, Tensor]:
     """The layer's parameters by their names in a memory; fused projections are split into views."""
+    weights: dict[str, Tensor] = {}
     if hasattr(layer, "in_proj_qkvz"):  # for each key head: q, k, and v and gate of its value heads
         keys, width = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
         values, fused = width * layer.head_v_dim, layer.in_proj_qkvz.weight.unflatten(0, (keys, -1))
         sizes = [layer.head_k_dim, layer.head_k_dim, values, values]
-        yield from zip(("q", "k", "v", "gate"), fused.split(sizes, 1), strict=True)
-        yield from zip(("lr", "retain"), layer.in_proj_ba.weight.unflatten(0, (keys, -1)).split(width, 1), strict=True)
+        gates = layer.in_proj_ba.weight.unflatten(0, (keys, -1)).split(width, 1)
+        names = "q", "k", "v", "gate", "lr", "retain"
+        weights = dict(zip(names, (*fused.split(sizes, 1), *gates), strict=True))
     elif hasattr(layer, "in_proj_qkv"):
         parts = layer.in_proj_qkv.weight.split([layer.key_dim, layer.key_dim, layer.value_dim])
-        yield from zip("qkv", parts, strict=True)
-        yield from (("gate", layer.in_proj_z.weight), ("lr", layer.in_proj_b.weight))
-        yield "retain", layer.in_proj_a.weight
-    else:
-        yield from ((name, getattr(layer, f"{name}_proj").weight) for name in "qkv")
-        yield "lr", layer.b_proj.weight
-        low = hasattr(layer, "g_a_proj")
-        forget: Any = getattr(layer, "forget_gate", None)
-        if low:
-            yield "gate_down", layer.g_a_proj.weight
-        gate = layer.g_b_proj if low else layer.g_proj
-        yield "gate", gate.weight
-        if gate.bias is not None:
-            yield "gate_bias", gate.bias
-        if hasattr(forget, "f_a_proj"):
-            yield from (("down", forget.f_a_proj.weight), ("retain", forget.f_b_proj.weight))
-        else:
-            yield "retain", layer.a_proj.weight if forget is None else forget.f_proj.weight
-    decay, norm = getattr(layer, "forget_gate", layer), getattr(layer, "norm", None)
-    yield from (("bias", decay.dt_bias), ("rate", decay.A_log), ("conv", layer.conv1d.weight))
-    if layer.conv1d.bias is not None:
-        yield "conv_bias", layer.conv1d.bias
-    yield "norm", (layer.o_norm if norm is None else norm).weight
-    yield "out", (layer.o_proj if hasattr(layer, "o_proj") else layer.out_proj).weight
+        weights = dict(zip("qkv", parts, strict=True))
+    for name, paths in _PATHS.items():
+        for path in () if name in weights else paths:
+            with suppress(AttributeError):
+                weights[name] = layer.get_parameter(path)
+        if name not in weights and name not in _OPTIONAL:
+            raise AttributeError(f"it has no {' or '.join(paths)}")
+    return weights
 
 
 def _retention(decay: Any, weights: dict[str, Tensor], *, channels: bool) -> dict[str, Any]:
@@ -218,12 +220,10 @@ def to_layer(memory: Memory, layer: Any) -> Any:
         raise TypeError(f"to_layer takes a hecate.nn.Memory, got a {type(memory).__name__}")
     config, sizes, weights = describe(layer)
     name = official(type(layer)).__name__
-    mine = {key: getattr(memory, key) for key in ("d_model", "heads", "d_key", "d_value")}
-    mine["conv_kernel"] = 0 if memory.conv is None else memory.conv.kernel
-    pairs = [(key, mine[key], sizes[key]) for key in mine]
+    mine = arguments_of(memory)
+    pairs = [(key, mine[key], theirs) for key, theirs in {**sizes, "firing": "always"}.items()]
     pairs += [("qk_norm", memory.qk_norm, "l2"), ("output_gate", memory.output_gate is not None, True)]
     pairs += [("layer_activation", memory.conv is not None and memory.conv.activation, True)]
-    pairs += [("firing", "learned" if "firing" in memory.gates.starts else "always", "always")]
     pairs += [("query_projection", memory.query_projection, "none"), *_apart(memory, config)]
     for key, setting, theirs in pairs:
         if setting != theirs:
@@ -243,21 +243,23 @@ def to_layer(memory: Memory, layer: Any) -> Any:
     return layer
 
 
+def arguments_of(memory: Memory) -> dict[str, Any]:
+    """The arguments of `hecate.nn.Memory` that may differ between memories of `from_layer` and `upgrade`."""
+    sizes = {name: getattr(memory, name) for name in ("d_model", "heads", "d_key", "d_value")}
+    return sizes | {
+        "conv_kernel": 0 if memory.conv is None else memory.conv.kernel,
+        "learned_initial": next(memory.initial.parameters(), None) is not None,
+        "firing": "learned" if "firing" in memory.gates.starts else "always",
+    }
+
+
 def _apart(memory: Memory, config: MemoryConfig) -> Iterator[tuple[str, Any, Any]]:
     """The settings that affect a layer's function, by path, with their values in a memory and in a config."""
-
-    def flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                yield from flat(f"{path}.{key}" if path else key, item)
-        else:
-            yield path, value
-
     settings = []
     for rule in (memory.config, config):
         options = (rule.layer_options or LAYER).model_dump()
         options["key_heads"] = options["key_heads"] or memory.heads
-        settings.append(dict(flat("", {**rule.model_dump(exclude=_ASIDE), "layer_options": options})))
+        settings.append(dict(flat({**rule.model_dump(exclude=_ASIDE), "layer_options": options})))
     for path in dict.fromkeys([*settings[1], *settings[0]]):
         if path not in ("retention.retain", "algorithm.lr_start"):  # only for scans without gates, and for new layers
             yield path, settings[0].get(path), settings[1].get(path)
@@ -296,11 +298,9 @@ def to_cache(state: LayerState, cache: Any, index: int) -> None:
         raise ConfigError("the convolution holds several documents, which a cache cannot tell apart")
     conv = nn.functional.pad(state.conv.mT, (1, 0))  # a cache has one more tap than the next token needs
     weight = memory.memory["weight"].mT.contiguous()
-    if not layer.is_conv_states_initialized[0]:
-        layer.lazy_initialization(conv_states=conv)
-    if not layer.is_recurrent_states_initialized[0]:
-        layer.lazy_initialization(recurrent_states=weight)
     for name, tensor in (("conv_states", conv), ("recurrent_states", weight)):
+        if not getattr(layer, f"is_{name}_initialized")[0]:
+            layer.lazy_initialization(**{name: tensor})
         if (target := getattr(layer, name)[0]).shape != tensor.shape:
             raise ShapeError(
                 f"{name} of layer {index} of the cache are {list(target.shape)}, the state's {[*tensor.shape]}"

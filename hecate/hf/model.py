@@ -34,6 +34,7 @@ from hecate.models.language_model import MemoryBlock, parameters_of
 from hecate.nn import ShortConv
 from hecate.nn.parameters import redraw
 from hecate.serve import Request, Scheduler
+from hecate.train.evaluate import evaluating
 
 REMOTE = "modeling_hecate"
 # transformers does not check imports inside `try`; for others it says to install the package of that name, and `hecate`
@@ -109,7 +110,7 @@ class HecateConfig(PreTrainedConfig):
                 both = f"{shorten(value)} and {shorten(named[field])}"
                 raise ConfigError(f"is {field} in other words, and both are set: {both}; keep one", (name,))
         try:
-            whole = LanguageModelConfig() if model is None else LanguageModelConfig.model_validate(_plain(model))
+            whole = LanguageModelConfig() if model is None else LanguageModelConfig.model_validate(model)
         except ConfigError as error:
             raise error.under("model") from None
         fields = {field: named[name] for field, name in words.items()}
@@ -145,10 +146,6 @@ class HecateConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Does nothing: every folder that is written names its classes."""
-
-
-def _plain(model: LanguageModelConfig | Mapping[str, Any]) -> Mapping[str, Any]:
-    return model.model_dump() if isinstance(model, LanguageModelConfig) else model
 
 
 def _field(name: str, field: str) -> property:
@@ -215,11 +212,10 @@ class HecatePreTrainedModel(PreTrainedModel):
         """Initialises weights that a checkpoint lacks as hecate does, and leaves all others."""
         if isinstance(module, LanguageModel):
             named = [*module.named_parameters(), *module.named_buffers()]
-            missing = [name for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)]
+            missing = {name: tensor for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)}
             drawn = LanguageModel(module.config, device="cpu").state_dict() if missing else {}
-            for name, tensor in named:
-                if name in missing:
-                    tensor.copy_(drawn[name])
+            for name, tensor in missing.items():
+                tensor.copy_(drawn[name])
         elif isinstance(module, nn.Linear | nn.Embedding) and not getattr(module.weight, "_is_hf_initialized", False):
             redraw(None, module)
 
@@ -411,21 +407,57 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Continues prompts of any lengths, `max_batch` at a time, each as `generate` would alone; returns
-        `GenerationOutput`s by "req_0", "req_1", ... [HF-GEN-D3]
+        `GenerationOutput`s by "req_0", "req_1", ... A failed one has the reason in `error`. [HF-GEN-D3]
 
         Args:
             inputs: tokens of each prompt.
             generation_config, kwargs: lengths, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`; other
                 settings are refused. `progress_bar` and `warmup` have no effect.
             max_batch: number of prompts at a time, a power of two.
-            seed: seed of the draws; each prompt has its own generator.
+            seed: seed of the first prompt's draws; each further prompt has the next number.
+
+        Raises:
+            ConfigError: a prompt without tokens, or a setting that is not supported here.
         """
         for name in ("progress_bar", "warmup"):
             kwargs.pop(name, None)
         config, unknown = self._prepare_generation_config(generation_config, **kwargs)
         if unknown:
             raise ConfigError(f"generate_batch knows no {next(iter(unknown))}; leave it out or call generate")
-        return generate_batch(self.model.lm, inputs, config, max_batch=max_batch, seed=seed)
+        plain = GenerationConfig()
+        plain.update(**plain._get_default_generation_params())
+        for name, value in config.to_dict().items():
+            silent = name in _READ | _SILENT or name.startswith("_") or "assistant" in name
+            if not silent and value not in (None, False, getattr(plain, name, None)):
+                text = f"generate_batch knows no {name} (got {shorten(value)}); leave it out or call generate"
+                raise ConfigError(text)
+        ends = config.eos_token_id
+        how: dict[str, Any] = {"stop": frozenset([ends] if isinstance(ends, int) else ends or ())}
+        how["temperature"] = (1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0
+        how |= {"top_k": config.top_k or None, "top_p": config.top_p} if config.do_sample else {}
+        born, requests = time.perf_counter(), []
+        for number, prompt in enumerate(inputs):
+            room = config.max_new_tokens
+            if room is None:
+                room = plain.max_length if config.max_length == plain.max_length else config.max_length - len(prompt)
+            if room < 1:
+                text = f"max_length {config.max_length} leaves no room after a prompt of {len(prompt)} tokens"
+                raise ConfigError(text)
+            requests.append(Request([int(token) for token in prompt], room, seed=seed + number, **how))
+        with evaluating(self.model.lm):
+            scheduler = Scheduler(self.model.lm, max_batch=max_batch, max_queue=max(1, len(requests)))
+            for request in requests:
+                scheduler.submit(request)
+            while scheduler.step():
+                pass
+        outputs = {}
+        for number, request in enumerate(requests):
+            status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
+            outputs[f"req_{number}"] = GenerationOutput(
+                f"req_{number}", list(request.tokens), request.made, status=status, created_time=born,
+                error=None if request.error is None else str(request.error), lifespan=(born, time.perf_counter()),
+            )  # fmt: skip
+        return outputs
 
     def new_cache(self) -> Cache:
         """An empty cache on which `activate_past_recording` can be called before the first token; a `DynamicCache()`
@@ -507,56 +539,3 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         if labels is not None or of_loss.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **of_loss)
         return CausalLMOutputWithPast(loss, logits, base.past_key_values, base.hidden_states)
-
-
-def generate_batch(
-    model: Any, inputs: Sequence[Sequence[int]], config: GenerationConfig, *, max_batch: int = 16, seed: int = 0
-) -> dict[str, GenerationOutput]:
-    """Continuations of every prompt, the same as those of `generate`; a failed one has the reason in `error`.
-    [HF-GEN-D3]
-
-    Args:
-        model: a `LanguageModel`.
-        inputs: tokens of each prompt.
-        config: with defaults of transformers filled in; settings that would affect tokens in other ways are refused.
-        max_batch: number of prompts at a time, a power of two.
-        seed: seed of the first prompt's draws; each further prompt has the next number.
-
-    Raises:
-        ConfigError: a prompt without tokens, or a setting that is not supported here.
-    """
-    plain = GenerationConfig()
-    plain.update(**plain._get_default_generation_params())
-    for name, value in config.to_dict().items():
-        silent = name in _READ | _SILENT or name.startswith("_") or "assistant" in name
-        if not silent and value not in (None, False, getattr(plain, name, None)):
-            raise ConfigError(f"generate_batch knows no {name} (got {shorten(value)}); leave it out or call generate")
-    ends = config.eos_token_id
-    how: dict[str, Any] = {"stop": frozenset([ends] if isinstance(ends, int) else ends or ())}
-    how["temperature"] = (1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0
-    how |= {"top_k": config.top_k or None, "top_p": config.top_p} if config.do_sample else {}
-    born, requests = time.perf_counter(), []
-    for number, prompt in enumerate(inputs):
-        room = config.max_new_tokens
-        if room is None:
-            room = plain.max_length if config.max_length == plain.max_length else config.max_length - len(prompt)
-        if room < 1:
-            raise ConfigError(f"max_length {config.max_length} leaves no room after a prompt of {len(prompt)} tokens")
-        requests.append(Request([int(token) for token in prompt], room, seed=seed + number, **how))
-    training = model.training
-    try:
-        scheduler = Scheduler(model, max_batch=max_batch, max_queue=max(1, len(requests)))
-        for request in requests:
-            scheduler.submit(request)
-        while scheduler.step():
-            pass
-    finally:
-        model.train(training)
-    outputs = {}
-    for number, request in enumerate(requests):
-        status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
-        outputs[f"req_{number}"] = GenerationOutput(
-            f"req_{number}", list(request.tokens), request.made, status=status, created_time=born,
-            error=None if request.error is None else str(request.error), lifespan=(born, time.perf_counter()),
-        )  # fmt: skip
-    return outputs

@@ -23,9 +23,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hecate.checks import expect_choice
-from hecate.data.tokenizer import BYTES, END, Bytes, FileTokenizer, Tokenizer
+from hecate.data.tokenizer import END, Bytes, FileTokenizer, Tokenizer
 from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
 from hecate.files import expect_free, read_whole, refuse_pipe, write_file, written_folder
 from hecate.hf.adopt import hook_models
@@ -80,11 +81,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
     Any text can be decoded from its ids exactly. There is no token that ends a text.
     """
-    # GPT-2's characters for bytes: printable bytes are themselves, the others characters from 256 on.
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(BYTES) if byte not in plain]
-    names = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    backend = Backend(models.BPE({names[byte]: byte for byte in range(BYTES)}, []))
+    names = bytes_to_unicode()  # GPT-2's characters for bytes
+    backend = Backend(models.BPE({name: byte for byte, name in names.items()}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return _fast(backend, pad_token=names[0])
@@ -169,18 +167,15 @@ def save(model: Any, folder: str | Path) -> None:
     expect_free(folder, "choose another folder")
     describe_hosted(model)
     tensors = model.state_dict()
-    added = {name: tensors.pop(name).detach().cpu().contiguous() for name in _added_names(model)}
+    # Transformers renames some tensors when writing, so that those of upgraded layers and of MLP grafts could not be
+    # found again.
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, Hosted | Fast)}
+    names = [f"{name}.{key}" for name, part in parts.items() for key in part.state_dict()]
+    added = {name: tensors.pop(name).detach().cpu().contiguous() for name in names}
     with written_folder(folder, "choose another folder") as room:
         model.save_pretrained(room, state_dict=tensors)
         if added:
             write_tensors(added, room / _TENSORS)
-
-
-def _added_names(model: Any) -> list[str]:
-    """Names of the tensors of upgraded layers and of MLP grafts: transformers renames some tensors of a model when
-    writing, so that these could not be found again."""
-    parts = {name: part for name, part in model.named_modules() if isinstance(part, Hosted | Fast)}
-    return [f"{name}.{key}" for name, part in parts.items() for key in part.state_dict()]
 
 
 def load(folder: str | Path, *, train: Train = "all", **options: Any) -> Any:
@@ -306,8 +301,7 @@ def _take(folder: Path, part: Any, start: str) -> None:
     tensors = {name.removeprefix(start): value for name, value in pairs}
     _check_fit(folder, part, tensors, start)
     part.load_state_dict(tensors, assign=True)
-    for parameter in part.parameters():
-        parameter.requires_grad_(True)
+    part.requires_grad_(True)
 
 
 def _check_fit(folder: Path, part: Any, tensors: Mapping[str, Tensor], start: str) -> None:
@@ -332,7 +326,15 @@ def save_graft(model: Any, folder: str | Path) -> None:
 
     Raises: ConfigError for a model without a graft; CheckpointError if the folder cannot be written.
     """
-    folder, branches = Path(folder), _branches(model)
+    folder = Path(folder)
+    branches = {module.layer_idx: getattr(module, BRANCH) for module in model.modules() if isinstance(module, Grafted)}
+    if not branches:
+        raise ConfigError(f"the {type(model).__name__} has no graft; graft it first")
+    if not isinstance(model, PreTrainedModel) or not all(isinstance(branch, Branch) for branch in branches.values()):
+        raise ConfigError(
+            f"the {type(model).__name__} or its memories are wrapped, as by peft; save the model of its "
+            "merge_and_unload()"
+        )
     tensors = {f"layers.{i}.self_attn.{BRANCH}.{n}": v for i, b in branches.items() for n, v in b.state_dict().items()}
     if any(hasattr(value, "placements") for value in tensors.values()):
         raise ConfigError("the graft is sharded over devices; write it with save_pretrained of accelerate or Trainer")
@@ -378,19 +380,6 @@ def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory"
     if tensors:
         raise CheckpointError(f"{folder} has memories in layers {sorted(tensors)}, which its config does not name")
     return install(model, decoder, config, branches, train)
-
-
-def _branches(model: Any) -> dict[int, Branch]:
-    """The memories of a grafted model by layer; refuses a wrapped model."""
-    branches = {module.layer_idx: getattr(module, BRANCH) for module in model.modules() if isinstance(module, Grafted)}
-    if not branches:
-        raise ConfigError(f"the {type(model).__name__} has no graft; graft it first")
-    if not isinstance(model, PreTrainedModel) or not all(isinstance(branch, Branch) for branch in branches.values()):
-        raise ConfigError(
-            f"the {type(model).__name__} or its memories are wrapped, as by peft; save the model of its "
-            "merge_and_unload()"
-        )
-    return branches
 
 
 def _read_config(folder: Path) -> GraftConfig:

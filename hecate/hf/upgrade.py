@@ -19,7 +19,7 @@ from hecate.checks import Depth, Size, Taps, expect_choice
 from hecate.errors import ConfigError, not_known, shorten
 from hecate.hf.adopt import Told, hook_models, layers_run, masks_of, official, rule_of
 from hecate.hf.cache import remembering
-from hecate.hf.layers import RULES, from_layer
+from hecate.hf.layers import RULES, arguments_of, from_layer
 from hecate.nn import Memory
 from hecate.nn.arguments import Firing
 from hecate.nn.parameters import draw_normal
@@ -60,20 +60,8 @@ class HostedConfig(Config):
 
     def build(self) -> Memory:
         """The memory, on the meta device."""
-        how = self.model_dump(include=set(OF_MEMORY))
-        return Memory(self.d_model, self.heads, self.memory, name=f"layer {self.layer_idx}", device="meta", **how)
-
-
-OF_MEMORY = ("d_key", "d_value", "conv_kernel", "learned_initial", "firing")
-"""Arguments of `hecate.nn.Memory` that may differ between memories of `from_layer` and `upgrade`."""
-
-
-def arguments_of(memory: Memory) -> dict[str, Any]:
-    """The values of the arguments `OF_MEMORY` of a memory."""
-    learned = next(memory.initial.parameters(), None) is not None
-    firing = "learned" if "firing" in memory.gates.starts else "always"
-    kernel = 0 if memory.conv is None else memory.conv.kernel
-    return dict(zip(OF_MEMORY, (memory.d_key, memory.d_value, kernel, learned, firing), strict=True))
+        sizes = self.model_dump(exclude={"version", "memory", "layer_idx"})
+        return Memory(config=self.memory, name=f"layer {self.layer_idx}", device="meta", **sizes)
 
 
 def describe_hosted(model: nn.Module) -> None:
@@ -82,9 +70,8 @@ def describe_hosted(model: nn.Module) -> None:
         configs = {}
         for name, part in root.named_modules():
             if isinstance(part, Hosted):
-                sizes = {"d_model": part.memory.d_model, "heads": part.memory.heads, **arguments_of(part.memory)}
-                config = HostedConfig(memory=part.memory.config, layer_idx=part.layer_idx, **sizes)
-                configs[name] = config.model_dump(mode="json")
+                how = {"memory": part.memory.config, "layer_idx": part.layer_idx, **arguments_of(part.memory)}
+                configs[name] = HostedConfig(**how).model_dump(mode="json")
         if configs:
             setattr(root.config, LAYERS, configs)
         elif hasattr(root.config, LAYERS):  # left from another model with this config
@@ -370,11 +357,9 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
     Raises:
         ConfigError: a rule that does not contain the memory's, or that the memory has already.
     """
-    wider, kind = WIDER[rule], rule_name(memory.config)
+    wider, kind, first = WIDER[rule], rule_name(memory.config), set[str]()
     if wider.after is not None and kind in WIDER[wider.after].contains:
         memory, first = widened(memory, wider.after, name)
-    else:
-        first = set[str]()
     if rule_name(memory.config) not in wider.contains:
         raise ConfigError(f"rule {rule!r} contains {', '.join(wider.contains)}, and {name} is {kind} already")
     options = arguments_of(memory)
@@ -385,9 +370,10 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
     place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": torch.Generator().manual_seed(0)}
     with warnings.catch_warnings():  # they would be about initial values that are overwritten
         warnings.simplefilter("ignore")
-        new = Memory(memory.d_model, memory.heads, config, name=name, **{**options, **wider.layer, **place})
-    old = memory.state_dict()
-    _take(new, {key: old[key] for key, p in new.state_dict().items() if key in old and old[key].shape == p.shape})
+        new = Memory(config=config, name=name, **{**options, **wider.layer, **place})
+    old, shapes = memory.state_dict(), {key: value.shape for key, value in new.state_dict().items()}
+    same = {key: value.clone() for key, value in old.items() if shapes.get(key) == value.shape}
+    new.load_state_dict(same, strict=False, assign=True)  # each in its own dtype
     wider.start(new, memory)
     before = {(key, p.shape) for key, p in memory.named_parameters()}
     learned = {key for key, p in new.named_parameters() if (key, p.shape) not in before}
@@ -398,11 +384,3 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
             new.get_parameter(key).requires_grad_(p.requires_grad)
     new.warn_if_unstable(name, new.qk_norm)
     return new.train(memory.training), learned | first
-
-
-def _take(memory: Memory, weights: dict[str, Tensor]) -> None:
-    """Copies weights into a memory, each in its own dtype."""
-    for name, weight in weights.items():
-        owner, _, last = name.rpartition(".")
-        mine = getattr(memory.get_submodule(owner), last)
-        mine.data = weight.detach().clone() if mine.dtype != weight.dtype else mine.data.copy_(weight)

@@ -227,9 +227,8 @@ class Scheduler:
             ConfigError, ShapeError: a request that cannot be served.
         """
         request.check(self.vocabulary)
-        if request.user is not None:
-            if self.memories is None:
-                raise ConfigError("nothing is remembered here (no folder for memories was given); leave user out")
+        if request.user is not None and self.memories is None:
+            raise ConfigError("nothing is remembered here (no folder for memories was given); leave user out")
         with self._lock:
             if self.failure is not None:
                 raise ConfigError("the scheduler has ended after a failure; start the server again")
@@ -340,7 +339,7 @@ class Scheduler:
 
     def _continue(self) -> Tensor:
         """Logits `[N, V]` after the last token of every running request."""
-        count = _rows(len(self._running))
+        count = 1 << (len(self._running) - 1).bit_length()  # the smallest power of two that has room for them
         if count < self._size or any(request._row is None for request in self._running):
             self._join(count)
         feed = [[0]] * self._size  # idle rows get token 0
@@ -439,11 +438,6 @@ class Scheduler:
                 self._running, self._reading, self._waiting = [], None, deque()
             for request in requests:
                 self._end(request, "error", ConfigError("the scheduler has failed; start the server again"))
-
-
-def _rows(count: int) -> int:
-    """The smallest power of two >= `count`."""
-    return 1 << (count - 1).bit_length()
 
 
 def _form(state: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:

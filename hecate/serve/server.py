@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,13 +49,8 @@ class _Uvicorn(uvicorn.Server):
             await self.lifespan.shutdown()
 
 
-class _Refused(Exception):
+class _Refused(HTTPException):
     """An error response that ends the handling of a request."""
-
-    def __init__(self, code: int, message: str, **headers: str) -> None:
-        super().__init__(message)
-        kind = "server_error" if code >= 500 else "rate_limit_error" if code == 429 else "invalid_request_error"
-        self.response = JSONResponse(problem(message, kind), code, headers)
 
 
 class _Stream(StreamingResponse):
@@ -85,22 +81,20 @@ class _Server:
             request.deadline = min(request.deadline, self.until)
 
     def guard(self, handler: Handler) -> Handler:
-        """A handler with access control, by the key or without one by host name, and with errors as responses."""
+        """A handler with access control, by the key or without one by host name, and with errors as `_Refused`."""
 
         async def handle(http: Http) -> Response:
             try:
                 self._admit(http)
                 return await handler(http)
-            except _Refused as refused:
-                return refused.response
             except QueueFull as error:
-                return _Refused(429, str(error), **{"retry-after": "1"}).response
+                raise _Refused(429, str(error), {"retry-after": "1"}) from None
             except (TimeoutError, ClientDisconnect):
-                return _Refused(408, "the body did not come").response
+                raise _Refused(408, "the body did not come") from None
             except CheckpointError:
-                return _Refused(500, "the user's memory cannot be deleted; its file is not writable").response
+                raise _Refused(500, "the user's memory cannot be deleted; its file is not writable") from None
             except HecateError as error:
-                return _Refused(400, str(error)).response
+                raise _Refused(400, str(error)) from None
 
         return handle
 
@@ -125,15 +119,8 @@ class _Server:
                     raise _Refused(413, f"a body must have at most {most} bytes")
         return raw
 
-    async def complete(self, http: Http) -> Response:
-        """POST /v1/completions."""
-        return await self._answer(http, chat=False)
-
-    async def chat(self, http: Http) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._answer(http, chat=True)
-
-    async def _answer(self, http: Http, chat: bool) -> Response:
+    async def answer(self, http: Http, *, chat: bool) -> Response:
+        """POST /v1/completions, or with `chat` POST /v1/chat/completions."""
         if not self.scheduler.alive:
             raise _Refused(503, "the scheduler has ended; the host has to start the server again")
         raw = await self._body(http)
@@ -293,22 +280,24 @@ def application(
         return Route(path, server.guard(handler), methods=[method])
 
     routes = [
-        route("/v1/completions", server.complete, "POST"),
-        route("/v1/chat/completions", server.chat, "POST"),
+        route("/v1/completions", partial(server.answer, chat=False), "POST"),
+        route("/v1/chat/completions", partial(server.answer, chat=True), "POST"),
         route("/v1/memories/{user:path}", server.forget, "DELETE"),
         route("/v1/models", server.models),
         route("/metrics", server.metrics),
         Route("/health", server.health),
     ]
-    app = Starlette(routes=routes, lifespan=running, exception_handlers={HTTPException: _not_served})
+    app = Starlette(routes=routes, lifespan=running, exception_handlers={HTTPException: _refusal})
     app.state.hurry = server.hurry
     return app
 
 
-async def _not_served(http: Http, error: Any) -> Response:
-    """The answer to a path or a method that there is none of."""
-    text = f"{http.method} {shorten(http.url.path)} is not served; docs/pages/serve.md lists what is"
-    return _Refused(error.status_code, text, **(error.headers or {})).response
+async def _refusal(http: Http, error: Any) -> Response:
+    """The answer to a refused request, also to one of a path or a method that there is none of."""
+    unserved = f"{http.method} {shorten(http.url.path)} is not served; docs/pages/serve.md lists what is"
+    text, code = error.detail if isinstance(error, _Refused) else unserved, error.status_code
+    kind = "server_error" if code >= 500 else "rate_limit_error" if code == 429 else "invalid_request_error"
+    return JSONResponse(problem(text, kind), code, error.headers)
 
 
 def check_host(host: str, key: str | None) -> None:

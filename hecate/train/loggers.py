@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from hecate.errors import CheckpointError, ConfigError, HookError, install_line
-from hecate.files import lock, read_whole, refusing, sync_open, write_file
+from hecate.files import lock, read_whole, refusing, sync, write_file
 from hecate.variant import Variant
 
 Record = dict[str, Any]
@@ -261,7 +261,7 @@ class MetricsWriter:
     def sync(self) -> None:
         """Forces the records to disk: a checkpoint must not be on disk before the records up to it."""
         with self._writing():
-            sync_open(self._file, self._path)
+            sync(self._path, self._file)
 
     def _cut(self, length: int) -> None:
         with refusing(f"write {self._path}", then=_AFTER):

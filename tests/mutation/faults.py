@@ -786,7 +786,7 @@ FAULTS = [
         ("cache", "    record_past = False", "    record_past = is_compileable = False"),
         ("graft", "start = min(start, int(past.get_seq_length()))", "pass"),
         ("graft", "None if whole else write", "None"),
-        ("graft", "starts_of_documents(arguments, rows, count, device)}", "None}"),
+        ("graft", "starts_of_documents(arguments, tokens)}", "None}"),
         ("graft", "past.update(stub, stub, self.layer_idx)", "past.layers[self.layer_idx].get_seq_length()"),
         ("cache", "self.memories = {}\n", "pass\n"),
         ("graft", "raise ShapeError(\n                f\"past_key_values holds", "print(\n                f\"past_key_values holds"),
