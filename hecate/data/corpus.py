@@ -39,27 +39,23 @@ class Limits(NamedTuple):
 
 def find(inputs: Sequence[str]) -> list[Path]:
     """The files that inputs name: files, folders (all readable files below) and globs; sorted, each once."""
-    paths: set[Path] = set()
-    for text in inputs:
-        try:
-            matches = _matches(text)
-        except (OSError, ValueError) as error:  # impossible names, such as a**b or too long ones
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"cannot read {shorten(text)}: {reason}; name files, folders or globs") from None
-        if not matches:
-            raise DataError(f"no text, JSON lines or Parquet in {text!r} (working directory {Path.cwd()})")
-        paths.update(matches)
-    return sorted(paths)
+    return sorted({path for text in inputs for path in _matches(text)})
 
 
 def _matches(text: str) -> list[Path]:
     """The files that one input names."""
     known = (*TEXT, *LINES, *TABLE)
-    paths = files_of(text, lambda path: _suffix(path) in known) if text else []  # "" would be the working directory
-    if paths == [Path(text)] and _suffix(paths[0]) not in known:
-        raise DataError(
-            f"{text} has no suffix that tells what it is; known are {', '.join(known)}, also with .gz or .zst"
-        )
+    try:
+        paths = files_of(text, lambda path: _suffix(path) in known) if text else []  # "" is the working directory
+        if paths == [Path(text)] and _suffix(paths[0]) not in known:
+            raise DataError(
+                f"{text} has no suffix that tells what it is; known are {', '.join(known)}, also with .gz or .zst"
+            )
+    except (OSError, ValueError) as error:  # impossible names, such as a**b or too long ones
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {shorten(text)}: {reason}; name files, folders or globs") from None
+    if not paths:
+        raise DataError(f"no text, JSON lines or Parquet in {text!r} (working directory {Path.cwd()})")
     return paths
 
 

@@ -208,13 +208,8 @@ def _open_split(path: Path, wanted: Split) -> Opened:
         if wanted == "validation" and not files[wanted]:
             files[wanted] = files["train"]
         maker = sidecar.tokenizer or Bytes.sha256
-        return Opened(
-            files,
-            digest_of(sidecar.model_dump(mode="json")),
-            sidecar.vocabulary,
-            maker,
-            shards.lengths_of(path, sidecar),
-        )
+        digest, lengths = digest_of(sidecar.model_dump(mode="json")), shards.lengths_of(path, sidecar)
+        return Opened(files, digest, sidecar.vocabulary, maker, lengths)
     paths = sorted(path.glob("*.bin"))
     named = {"train": [p for p in paths if "train" in p.name], "validation": [p for p in paths if "val" in p.name]}
     if not named[wanted]:
