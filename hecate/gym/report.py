@@ -136,15 +136,10 @@ def _panel(axes: Any, results: Sequence[Result], names: Sequence[str]) -> None:
 def listing(known: Sequence[Contender]) -> list[Table]:
     """Tables of all tasks, with chance and known scores, and of contenders, with their number of settings and anything
     that is missing here."""
-    shown = [(kind, task.model_validate({})) for kind, task in tasks().items()]
-    asked = [
-        [
-            kind,
-            task.about,
-            f"{task.metric}, chance {task.chance():.3g}",
-            ", ".join(f"{name} {value:.3g}" for name, value in task.known().items()),
-        ]
-        for kind, task in shown
-    ]
+    asked = []
+    for kind, family in tasks().items():
+        task = family.model_validate({})
+        scores = ", ".join(f"{name} {value:.3g}" for name, value in task.known().items())
+        asked.append((kind, task.about, f"{task.metric}, chance {task.chance():.3g}", scores))
     rows = [[one.name, str(len(one.settings)), one.missing or "runs here"] for one in known]
     return [(("task", "stream", "metric", "known scores"), asked), (("contender", "settings", "status"), rows)]
