@@ -20,6 +20,8 @@ from hecate.errors import ConfigError
 from hecate.states import with_tensors
 
 AXES = 8  # most axes of a tensor that is sent
+There = Callable[..., tuple[Tensor, ...]]  # what is exchanged in the forward pass
+Back = Callable[..., Sequence[Tensor | None]]  # the gradients of what was sent, from those of what was received
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +61,10 @@ class _Exchange(torch.autograd.Function):
     """An exchange of tensors, and that of their gradients in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, there: Any, back: Any, handle: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, there: There, back: Back, handle: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.back = back
         ctx.save_for_backward(handle)
-        received: tuple[Tensor, ...] = there(*tensors)
+        received = there(*tensors)
         ctx.mark_non_differentiable(*[item for item in received if not item.is_floating_point()])
         return received
 
@@ -72,12 +74,7 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, *ctx.back(*grads)
 
 
-def _exchange(
-    there: Callable[..., tuple[Tensor, ...]],
-    back: Callable[..., Sequence[Tensor | None]],
-    like: Tensor,
-    *tensors: Tensor,
-) -> tuple[Tensor, ...]:
+def _exchange(there: There, back: Back, like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """`there(*tensors)`, with gradients by `back(*grads)`; on every rank, as a handle requires a gradient also where
     nothing else does. Neither function may hold the tensors."""
     handle = torch.zeros((), device=like.device, requires_grad=torch.is_grad_enabled())

@@ -18,7 +18,7 @@ from hecate.checks import Count
 from hecate.data import IGNORED, DataConfig, Task, Tokenizer, stream
 from hecate.data.corpus import Limits, documents, find
 from hecate.errors import ConfigError, DataError, shorten
-from hecate.evals.base import Encoder, Evaluation, Given, Ids, Part, Row, check_lengths, draws
+from hecate.evals.base import Encoder, Evaluation, Given, Ids, Metric, Part, Row, check_lengths, draws
 from hecate.variant import Conflicts
 
 MOST = 1 << 20
@@ -276,9 +276,11 @@ def _encoder(task: Any, inputs: Given) -> Encoder:
     return inputs.encoder
 
 
-def _parts(task: Any, name: str, row: Callable[[int, int], Row], chance: float) -> list[Part]:
+def _parts(
+    task: Any, name: str, row: Callable[[int, int], Row], chance: float | None, metric: Metric = "exact"
+) -> list[Part]:
     """A part for every length of a task in text; raises if a row `row(length, index)` does not fit."""
-    parts = [Part(name, length, task.samples, partial(row, length), "exact", chance) for length in task.lengths]
+    parts = [Part(name, length, task.samples, partial(row, length), metric, chance) for length in task.lengths]
     for part in parts:
         part.row(0)
     return parts
@@ -383,12 +385,9 @@ class LossByPosition(Evaluation):
         """A part for every length; `DataError` without a text."""
         encoder = _encoder(self, given)
         hay = _text(self.kind, given, encoder)
-        return [
-            Part(self.kind, n, self.samples, partial(self._row, n, hay, encoder.start), "loss", None)
-            for n in self.lengths
-        ]
+        return _parts(self, self.kind, partial(self._row, hay, encoder.start), None, "loss")
 
-    def _row(self, length: int, hay: Haystack, start: tuple[int, ...], index: int) -> Row:
+    def _row(self, hay: Haystack, start: tuple[int, ...], length: int, index: int) -> Row:
         text, _ = hay.around(draws(self.seed, 0, index), length + 1 - len(start), [], [])
         text = np.concatenate([np.array(start, dtype=np.int64), text])
         return Row(text[:-1], text[1:], np.arange(length))

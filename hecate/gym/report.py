@@ -44,22 +44,16 @@ def _row(result: Result) -> list[str]:
     default = "" if math.isnan(result.default) else f"{result.default:.3g}"
     floor = f" (floor {result.floor:.3g})" if result.floor else ""
     verdict = result.verdict + (f": {result.reason}" if result.reason else "")
-    return [
-        task.kind, result.contender, score, f"{task.chance():.3g}{floor}", verdict,
-        "" if result.pair is None else f"{result.pair.adjusted:.2g}", default,
-        _setting_text(result),
-        f"{result.state:,}" if result.state else "", f"{result.seconds:.2f}" if result.scores else "",
-    ]  # fmt: skip
-
-
-def _setting_text(result: Result) -> str:
-    if not result.scores:
-        return ""
     shown = (
         f"{path.split('.')[-1]} {value:g}" if isinstance(value, float) else f"{path} {value}"
         for path, value in result.setting.items()
     )
-    return (", ".join(shown) + f" (of {result.settings})").strip()
+    setting = f"{', '.join(shown)} (of {result.settings})".strip() if result.scores else ""
+    return [
+        task.kind, result.contender, score, f"{task.chance():.3g}{floor}", verdict,
+        "" if result.pair is None else f"{result.pair.adjusted:.2g}", default, setting,
+        f"{result.state:,}" if result.state else "", f"{result.seconds:.2f}" if result.scores else "",
+    ]  # fmt: skip
 
 
 def facts(results: Sequence[Result]) -> list[dict[str, Any]]:
