@@ -13,7 +13,7 @@ from hecate.checks import readable
 from hecate.compare.run import Comparison
 from hecate.compare.statistics import Interval, interval
 from hecate.errors import printable
-from hecate.figure import COLOURS, DASHES, GREY, finish, images, one_legend
+from hecate.figure import COLOURS, DASHES, GREY, finish, images, one_legend, write_images
 from hecate.files import make_folder, refusing, write_file
 from hecate.train.display import counted
 from hecate.train.report import Table, csv_text
@@ -88,15 +88,13 @@ def write(comparison: Comparison, out: Path) -> list[Path]:
     return write_results(out, contents, "comparison", _images(comparison))
 
 
-def write_results(out: Path, texts: Mapping[str, str], stem: str, pictures: Mapping[str, bytes]) -> list[Path]:
+def write_results(out: Path, texts: Mapping[str, str], stem: str, pictures: dict[str, bytes]) -> list[Path]:
     """Writes texts by their file names and pictures by their endings; returns the paths, pictures last."""
-    contents: dict[str, str | bytes] = {**texts}
-    contents |= {f"{stem}.{ending}": image for ending, image in pictures.items()}
     with refusing(f"write {out}", then="call the same line again"):
         make_folder(out)
-        for name, content in contents.items():
-            write_file(out / name, content)
-    return [out / name for name in contents]
+        for name, text in texts.items():
+            write_file(out / name, text)
+        return [*(out / name for name in texts), *write_images(out / stem, pictures)]
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:

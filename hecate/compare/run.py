@@ -124,14 +124,10 @@ class _Work:
         path = self.out / RECORDS
         if not path.is_file():
             return
-        try:
+        with stored(path, "delete it, and runs without folders are run anew"):
             for line in read_whole(path).decode().splitlines():
                 record = read_json(line)
                 self.known[record["run"]] = {**record, "result": _check_result(record["result"])}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {error}; delete it, and runs without folders are run anew"
-            ) from None
 
     def _prepare(self, job: _Job) -> None:
         """Writes the config of a run beside its folder; refuses if there is another config, of another comparison.
@@ -158,10 +154,8 @@ class _Work:
         path = job.folder / RESULT
         if not path.is_file():
             return dict(self.known.get(self._key(job), {}).get("result", {}))
-        try:
+        with stored(path, "delete it and its run is finished anew"):
             return _check_result(read_json(read_whole(path)))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; delete it and its run is finished anew") from None
 
     def _check_data(self, job: _Job) -> None:
         """Refuses a run on other data than one before it with the same settings: their losses cannot be compared."""
@@ -289,9 +283,8 @@ def compare(
         expect_number(keep, "--keep", 1, len(cells) - 1)
         if part != 1:
             raise ConfigError("--keep says what part of the steps rates are chosen with; leave --tuning-part out")
-    _check_part(part, lrs)
     reported, other = seeds_of(seeds, tuning)
-    _check_cells(cells, budget, lrs, jobs)
+    _check_cells(cells, budget, lrs, part, jobs)
     until = None if minutes is None else time.monotonic() + 60 * minutes
     with locked(out) as lock, Signals() as signals:
         work = _Work(out, jobs, imports, until, signals, say, lock)
@@ -309,15 +302,12 @@ def compare(
     return Comparison(cells, rows, rounds + tuned, pairs(losses), notes)
 
 
-def _check_part(part: float, lrs: Sequence[float]) -> None:
-    """Refuses a part that is not a share, or that has no effect because there are no rates to choose from."""
+def _check_cells(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float], part: float, jobs: int) -> None:
+    """Refuses cells that do not fit the budget or the number of processes, and a part of the steps that is no share or
+    has no effect because there are no rates to choose from, before anything is run."""
     expect_number(part, "--tuning-part", 0.001, 1)
     if part != 1 and len(lrs) < 2:
         raise ConfigError("--tuning-part is of runs that choose between rates; give several --lr, or leave it out")
-
-
-def _check_cells(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float], jobs: int) -> None:
-    """Refuses cells that do not fit the budget or the number of processes, before anything is run."""
     expect_number(jobs, "--jobs", 1, 1024)
     check_once(cells, budget, lrs)
     if budget == Budget() and len({cell.config.budget.steps for cell in cells}) > 1:
@@ -349,9 +339,8 @@ def plan(
     """
     if keep is not None:
         raise ConfigError("--plan cannot tell which cells --keep will leave; leave --keep out: the hours bound it")
-    _check_part(part, lrs)
     reported, other = seeds_of(seeds, tuning)
-    _check_cells(cells, budget, lrs, jobs)
+    _check_cells(cells, budget, lrs, part, jobs)
     trials = len(lrs) * len(other) if len(lrs) > 1 else 0
     with locked(out) as lock, Signals() as signals:
         paces = speeds(_Work(out, jobs, imports, None, signals, say, lock), cells)
@@ -475,6 +464,15 @@ def _rows(
         }  # fmt: skip
         rows.append({**about, "loss": float("inf"), **outcome})
     return rows
+
+
+@contextmanager
+def stored(path: Path, remedy: str) -> Iterator[None]:
+    """Turns whatever is wrong with a file of results into a `CheckpointError`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {remedy}") from None
 
 
 @contextmanager

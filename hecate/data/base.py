@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import numpy as np
@@ -215,31 +216,21 @@ class TaskSource(Source):
             check_room(size, f"examples: {task.examples:,} of task {task.kind!r}", "lower data.examples")
         fresh = {"examples"} if task.examples is None else None  # the fingerprint stays as before there was this field
         self.fingerprint = hashlib.sha256(task.model_dump_json(exclude=fresh).encode()).hexdigest()
-        self._examples: tuple[int, tuple[Rows, Rows]] | None = None  # seed, and the examples drawn with it
-        self._orders: dict[tuple[int, int], Rows] = {}  # orders of the last batch's epochs, by seed and epoch
+        # Stream 0 draws the examples, stream e + 1 the order of epoch e. A batch may end one epoch and begin the next.
+        count = task.examples or 0
+        self._examples = lru_cache(1)(lambda seed: task.sample(stream(seed, "train", 0), count))
+        self._order = lru_cache(2)(lambda seed, epoch: stream(seed, "train", epoch + 1).permutation(count))
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
         self._check(seq_len)
-        if self.task.examples is None:
+        if (count := self.task.examples) is None:
             batch = as_batch(*self.task.sample(stream(seed, "train", step), batch_size))
-        else:
-            batch = self._of_examples(self.task.examples, seed, step, batch_size)
+        else:  # the next examples, in a new order every epoch
+            tokens, targets = self._examples(seed)
+            numbers = range(step * batch_size, (step + 1) * batch_size)
+            chosen = [self._order(seed, number // count)[number % count] for number in numbers]
+            batch = as_batch(tokens[chosen], targets[chosen])
         return batch if rows is None else batch.part(rows)
-
-    def _of_examples(self, count: int, seed: int, step: int, batch_size: int) -> Batch:
-        """A batch of the next examples, in a new order every epoch. Stream 0 draws the examples, stream e + 1 the order
-        of epoch e."""
-        if self._examples is None or self._examples[0] != seed:
-            self._examples = seed, self.task.sample(stream(seed, "train", 0), count)
-        epochs, places = np.divmod(np.arange(step * batch_size, (step + 1) * batch_size), count)
-        needed, known = [(seed, epoch) for epoch in epochs.tolist()], self._orders
-        self._orders = {
-            key: known[key] if key in known else stream(seed, "train", key[1] + 1).permutation(count)
-            for key in dict.fromkeys(needed)
-        }
-        chosen = [self._orders[key][place] for key, place in zip(needed, places.tolist(), strict=True)]
-        tokens, targets = self._examples[1]
-        return as_batch(tokens[chosen], targets[chosen])
 
     def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
         self._check(seq_len)

@@ -39,27 +39,23 @@ class Limits(NamedTuple):
 
 def find(inputs: Sequence[str]) -> list[Path]:
     """The files that inputs name: files, folders (all readable files below) and globs; sorted, each once."""
-    paths: set[Path] = set()
-    for text in inputs:
-        try:
-            matches = _matches(text)
-        except (OSError, ValueError) as error:  # impossible names, such as a**b or too long ones
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"cannot read {shorten(text)}: {reason}; name files, folders or globs") from None
-        if not matches:
-            raise DataError(f"no text, JSON lines or Parquet in {text!r} (working directory {Path.cwd()})")
-        paths.update(matches)
-    return sorted(paths)
+    return sorted({path for text in inputs for path in _matches(text)})
 
 
 def _matches(text: str) -> list[Path]:
     """The files that one input names."""
     known = (*TEXT, *LINES, *TABLE)
-    paths = files_of(text, lambda path: _suffix(path) in known) if text else []  # "" would be the working directory
-    if paths == [Path(text)] and _suffix(paths[0]) not in known:
-        raise DataError(
-            f"{text} has no suffix that tells what it is; known are {', '.join(known)}, also with .gz or .zst"
-        )
+    try:
+        paths = files_of(text, lambda path: _suffix(path) in known) if text else []  # "" is the working directory
+        if paths == [Path(text)] and _suffix(paths[0]) not in known:
+            raise DataError(
+                f"{text} has no suffix that tells what it is; known are {', '.join(known)}, also with .gz or .zst"
+            )
+    except (OSError, ValueError) as error:  # impossible names, such as a**b or too long ones
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {shorten(text)}: {reason}; name files, folders or globs") from None
+    if not paths:
+        raise DataError(f"no text, JSON lines or Parquet in {text!r} (working directory {Path.cwd()})")
     return paths
 
 
@@ -124,12 +120,13 @@ def _open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) -> Iterator[str]:
+    whole = limits.document, f"{path} has a document", "part it with --separator", "--max-document"
     if separator is None and limits.cut is not None:
         yield codecs.getincrementaldecoder("utf-8")().decode(_read_most(file, limits.cut))  # without half a character
         return
     if separator is None:
         text = _read_most(file, limits.document + 1)
-        _check_length(path, len(text), limits)
+        _check_size(len(text), *whole)
         yield text.decode()
         return
     lines: list[bytes] = []
@@ -141,7 +138,7 @@ def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) ->
             continue
         lines.append(line)
         size += len(line)
-        _check_length(path, size, limits)
+        _check_size(size, *whole)
     yield b"".join(lines).decode()
 
 
@@ -153,15 +150,11 @@ def _read_most(file: BinaryIO, most: int) -> bytearray:
     return content
 
 
-def _check_length(path: Path, size: int, limits: Limits) -> None:
-    if size > limits.document:
-        raise _too_long(f"{path} has a document", limits.document, "part it with --separator", "--max-document")
-
-
-def _too_long(what: str, most: int, cure: str, option: str) -> DataError:
-    """The error for input beyond a limit, with the option of `hecate data` that raises it."""
-    size = f"{most >> 20} MiB" if most >> 20 else f"{most} bytes"
-    return DataError(f"{what} of more than {size}; {cure}, or raise {option}")
+def _check_size(size: int, most: int, what: str, cure: str, option: str) -> None:
+    """Refuses input beyond a limit, with the option of `hecate data` that raises it."""
+    if size > most:
+        limit = f"{most >> 20} MiB" if most >> 20 else f"{most} bytes"
+        raise DataError(f"{what} of more than {limit}; {cure}, or raise {option}")
 
 
 def _lines(path: Path, file: BinaryIO, field: str, limits: Limits) -> Iterator[str]:
@@ -169,8 +162,7 @@ def _lines(path: Path, file: BinaryIO, field: str, limits: Limits) -> Iterator[s
         line = file.readline(limits.line + 1)
         if not line:
             return
-        if len(line) > limits.line:
-            raise _too_long(f"{path} has in line {number} a record", limits.line, "part it", "--max-line")
+        _check_size(len(line), limits.line, f"{path} has in line {number} a record", "part it", "--max-line")
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -194,8 +186,7 @@ def _text(value: Any, where: str, place: str, limits: Limits) -> str:
         raise DataError(
             f"{where} {_in_words(value)} in {place}, where a text must stand; leave the record out or mend it"
         )
-    if len(value) > limits.document:
-        raise _too_long(f"{where} in {place} a document", limits.document, "part it", "--max-document")
+    _check_size(len(value), limits.document, f"{where} in {place} a document", "part it", "--max-document")
     return value
 
 
@@ -255,8 +246,7 @@ def _largest(path: Path, file: BinaryIO, group: Any, field: str, limits: Limits)
     except (ValueError, OverflowError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     most = limits.document + _AT_ONCE  # a document, and others before it in the page
-    if size > most:
-        raise _too_long(f"{path} has in column {shorten(field)} a page", most, "write smaller ones", "--max-document")
+    _check_size(size, most, f"{path} has in column {shorten(field)} a page", "write smaller ones", "--max-document")
     return size
 
 

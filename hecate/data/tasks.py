@@ -21,6 +21,11 @@ def distinct(rng: np.random.Generator, rows: int, pool: int, count: int) -> Rows
     return np.argsort(rng.random((rows, pool)), axis=1)[:, :count].astype(np.int64)
 
 
+def in_turn(first: Rows, second: Rows) -> Rows:
+    """Two arrays `[rows, n]` in turn, one from each: `[rows, 2 n]`."""
+    return np.stack([first, second], axis=2).reshape(len(first), -1)
+
+
 class Copy(Task):
     """copy: s1 ... sn | s1 ... sn, where the second half is predicted.
 
@@ -167,12 +172,10 @@ class Retrieval(Task):
         score = rng.random((rows, size)) + 2.0 * (last < 0)
         asked = np.argsort(score, axis=1)[:, : self.queries]
         answer = np.take_along_axis(last, asked, axis=1)
-        tokens = np.empty((rows, self.length()), dtype=np.int64)
-        tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys + 1, values + size + 1
-        tokens[:, 2 * pairs :] = np.where(answer >= 0, asked + 1, 0)
-        targets = np.full_like(tokens, IGNORED)
-        targets[:, 2 * pairs :] = np.where(answer >= 0, answer + size + 1, IGNORED)
-        return tokens, targets
+        written = in_turn(keys + 1, values + size + 1)
+        tokens = np.concatenate([written, np.where(answer >= 0, asked + 1, 0)], axis=1)
+        labels = np.where(answer >= 0, answer + size + 1, IGNORED)
+        return tokens, np.concatenate([np.full_like(written, IGNORED), labels], axis=1)
 
     def chances(self) -> dict[str, float]:
         return {"any value": 1 / self.num_keys}
@@ -533,10 +536,8 @@ class MADMemorization(Task):
         keys = (self.vocab_size - 1) // 2
         values = keys + np.random.Generator(np.random.PCG64(self.facts)).permutation(self.vocab_size - 1 - keys)
         asked = rng.integers(0, keys, size=(rows, self.seq_len // 2), dtype=np.int64)
-        tokens = np.full((rows, self.seq_len), self.vocab_size - 1, dtype=np.int64)
-        targets = np.full_like(tokens, IGNORED)
-        tokens[:, ::2], targets[:, 1::2] = asked, values[asked]
-        return tokens, targets
+        tokens = in_turn(asked, np.full_like(asked, self.vocab_size - 1))
+        return tokens, in_turn(np.full_like(asked, IGNORED), values[asked])
 
     def chances(self) -> dict[str, float]:
         return {"any value": 1 / (self.vocab_size - 1 - (self.vocab_size - 1) // 2)}
@@ -559,9 +560,6 @@ def _pairs(
         known = np.take_along_axis(present, key, axis=1) | clean[:, place, None]
         np.put_along_axis(present, key, known, axis=1)
     keys[:, -1] = np.argmax(rng.random((rows, half)) * present, axis=1)  # uniform among those seen
-    tokens = np.empty((rows, 2 * pairs), dtype=np.int64)
     answers = np.take_along_axis(values, keys, axis=1)
-    tokens[:, ::2], tokens[:, 1::2] = keys, answers
-    targets = np.full_like(tokens, IGNORED)
-    targets[:, ::2] = np.where(clean & ~first, answers, IGNORED)
-    return tokens, targets
+    labels = np.where(clean & ~first, answers, IGNORED)
+    return in_turn(keys, answers), in_turn(labels, np.full_like(labels, IGNORED))

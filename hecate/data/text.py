@@ -59,7 +59,7 @@ class Text(_OfBytes):
     def load(self) -> TextSource:
         """Reads every file; `DataError` names what is missing, empty, unreadable or too large."""
         documents, total = [], 0
-        for path in self._files():
+        for path in sorted({path for text in self.paths for path in self._matches(text)}):
             with reading(path, ""):
                 documents.append(read_file(path, self.max_bytes - total + 1))  # whatever size it reports
             total += len(documents[-1])
@@ -69,17 +69,14 @@ class Text(_OfBytes):
                 )
         return TextSource(documents, self.validation, {"files": len(documents)})
 
-    def _files(self) -> list[Path]:
-        paths: set[Path] = set()
-        for text in self.paths:
-            matches = files_of(text, lambda path: path.suffix in self.suffixes)
-            if not matches:
-                what = "files matching" if GLOB & set(text) else "file or folder"
-                if Path(text).is_dir():
-                    what = f"files ending in {', '.join(self.suffixes)} in folder"
-                raise DataError(f"data.paths: no {what} {text!r} (working directory {Path.cwd()})")
-            paths.update(matches)
-        return sorted(paths)
+    def _matches(self, text: str) -> list[Path]:
+        matches = files_of(text, lambda path: path.suffix in self.suffixes)
+        if not matches:
+            what = "files matching" if GLOB & set(text) else "file or folder"
+            if Path(text).is_dir():
+                what = f"files ending in {', '.join(self.suffixes)} in folder"
+            raise DataError(f"data.paths: no {what} {text!r} (working directory {Path.cwd()})")
+        return matches
 
 
 class TextSource(WindowSource):

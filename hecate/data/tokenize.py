@@ -25,18 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.data.corpus import Limits, documents, find
-from hecate.data.shards import (
-    LENGTHS,
-    SIDECAR,
-    TOKENIZER,
-    Digest,
-    Dtype,
-    Number,
-    Shard,
-    Sidecar,
-    digest_of,
-    file_sha256,
-)
+from hecate.data.shards import LENGTHS, SIDECAR, TOKENIZER, Digest, Number, Shard, Sidecar, digest_of, file_sha256
 from hecate.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
 from hecate.files import TEMPORARY, cure, lock, read_file, sync, temporary_name, write_file
@@ -67,6 +56,11 @@ class Part(Config):
     document: Number
     train: Shard
     validation: Shard
+
+    @property
+    def shards(self) -> tuple[Shard, Shard]:
+        """Both of its shards."""
+        return self.train, self.validation
 
 
 class Encoded(NamedTuple):
@@ -127,7 +121,7 @@ def tokenize(
                     parts.append(part)
             sidecar = _sidecar(out, encoder, parts)
             write_file(out / SIDECAR, sidecar.text())
-            empty = [shard for part in parts for shard in (part.train, part.validation) if not shard.tokens]
+            empty = [shard for part in parts for shard in part.shards if not shard.tokens]
             spare = [out / name for shard in empty for name in shard.digests()]
             for path in (*spare, *(_record(out, number) for number in range(len(parts))), out / JOB):
                 path.unlink()
@@ -183,7 +177,7 @@ def finished_parts(out: Path, progress: Callable[[Progress], None], files: int) 
     while (path := _record(out, len(parts))).exists():
         try:
             part = Part.model_validate_json(read_file(path, 1 << 20))
-            for shard in (part.train, part.validation):
+            for shard in part.shards:
                 for name, digest in shard.digests().items():
                     if file_sha256(out / name) != digest:
                         raise DataError(f"{name} is damaged")
@@ -191,8 +185,8 @@ def finished_parts(out: Path, progress: Callable[[Progress], None], files: int) 
             progress(Progress(0, 0, 0, files, f"part {len(parts)} is written again: {error}"))
             break
         parts.append(part)
-    shards = [shard for part in parts for shard in (part.train, part.validation)]
     if parts:
+        shards = [shard for part in parts for shard in part.shards]
         counts = sum(s.documents for s in shards), sum(s.tokens for s in shards)
         progress(Progress(*counts, parts[-1].file, files, f"going on after {len(parts)} finished parts"))
     number = len(parts)
@@ -309,13 +303,12 @@ def _parts(
     files: int,
 ) -> Iterator[Part]:
     """Writes parts, numbered from `number` on, and yields each when it is complete."""
-    dtype: Dtype = "uint16" if tokenizer.size <= 1 << 16 else "uint32"
     documents = tokens = 0
     ahead = next(batches, None)
     while ahead is not None:
         with (
-            _Writer(out, f"train-{number:05d}", dtype) as train,
-            _Writer(out, f"validation-{number:05d}", dtype) as validation,
+            _Writer(out, f"train-{number:05d}", tokenizer.dtype) as train,
+            _Writer(out, f"validation-{number:05d}", tokenizer.dtype) as validation,
         ):
             while ahead is not None and train.tokens < shard_tokens:
                 batch, place = ahead
@@ -333,7 +326,7 @@ def _parts(
 class _Writer:
     """Writer of the two files of a shard, which have temporary names until they are complete."""
 
-    def __init__(self, out: Path, name: str, dtype: Dtype) -> None:
+    def __init__(self, out: Path, name: str, dtype: str) -> None:
         self.paths = out / f"{name}.bin", out / f"{name}.starts"
         self._held: list[BinaryIO] = [temporary_name(path).open("xb") for path in self.paths]
         self._hashes = hashlib.sha256(), hashlib.sha256()
@@ -382,15 +375,17 @@ def _sidecar(out: Path, tokenizer: Tokenizer, parts: Sequence[Part]) -> Sidecar:
     validation = tuple(part.validation for part in parts if part.validation.tokens)
     if not train:
         raise DataError("there is no document to train on; name more files, or lower --validation")
-    table = tokenizer.lengths()
+    table, lengths = tokenizer.lengths(), None
     if table is not None:
-        write_file(out / LENGTHS, table.astype("<u4").tobytes())
+        raw = table.astype("<u4").tobytes()
+        write_file(out / LENGTHS, raw)
+        lengths = hashlib.sha256(raw).hexdigest()
     return Sidecar(
-        dtype="uint16" if tokenizer.size <= 1 << 16 else "uint32",
+        dtype=tokenizer.dtype,
         vocabulary=tokenizer.size,
         tokenizer=tokenizer.sha256 if isinstance(tokenizer, FileTokenizer) else None,
         end=tokenizer.end,
-        lengths=None if table is None else hashlib.sha256(table.astype("<u4").tobytes()).hexdigest(),
+        lengths=lengths,
         train=train,
         validation=validation,
     )

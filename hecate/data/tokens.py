@@ -168,8 +168,8 @@ class Tokens(DataConfig):
     def load(self) -> TokenSource:
         """Opens the files and checks their sizes; `hecate data inspect` checks their hashes."""
         train = _open_split(Path(self.path), "train")
-        other = isinstance(self.validation, str)
-        validation = _open_split(Path(str(self.validation)), "validation") if other else None
+        other = self.validation if isinstance(self.validation, str) else None
+        validation = None if other is None else _open_split(Path(other), "validation")
         if validation is not None and validation.maker != train.maker:
             raise DataError(
                 f"the tokens of {self.validation} are of another tokenizer than those of {self.path}; tokenize both "
@@ -199,24 +199,18 @@ class Opened(NamedTuple):
 def _open_split(path: Path, wanted: Split) -> Opened:
     """Opens a folder of shards, or `.bin` files. A folder named as the validation data contributes its validation
     tokens, or if it has none, its training tokens."""
-    if path.is_file() and path.suffix == ".bin":
-        files = {split: [nanogpt_file(path)] if split == wanted else [] for split in get_args(Split)}
-        return Opened(files, _print_of(files[wanted]))
-    if (path / SIDECAR).exists() or not any(path.glob("*.bin")):
+    one, paths = path.is_file() and path.suffix == ".bin", sorted(path.glob("*.bin"))
+    if (path / SIDECAR).exists() or not (one or paths):
         sidecar: Sidecar = read_sidecar(path)
         files = {split: files_of(path, sidecar, split) for split in get_args(Split)}
         if wanted == "validation" and not files[wanted]:
             files[wanted] = files["train"]
         maker = sidecar.tokenizer or Bytes.sha256
-        return Opened(
-            files,
-            digest_of(sidecar.model_dump(mode="json")),
-            sidecar.vocabulary,
-            maker,
-            shards.lengths_of(path, sidecar),
-        )
-    paths = sorted(path.glob("*.bin"))
+        digest, lengths = digest_of(sidecar.model_dump(mode="json")), shards.lengths_of(path, sidecar)
+        return Opened(files, digest, sidecar.vocabulary, maker, lengths)
     named = {"train": [p for p in paths if "train" in p.name], "validation": [p for p in paths if "val" in p.name]}
+    if one:
+        named[wanted] = [path]
     if not named[wanted]:
         raise DataError(
             f"no .bin file in {path} has {'train' if wanted == 'train' else 'val'} in its name; name one file, or "

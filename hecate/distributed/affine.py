@@ -228,8 +228,7 @@ def _matrix_piece(scan: Scan) -> Piece:
     y, ends = scan.of(wide, blocks, restart, row_retain)
     y, *reads = y.split([width, *[phi] * count], -1)
     parts = [end.split([width, *[phi] * count], -2) for end in ends]
-    rows, rows_read = (None, None) if retain_value is None else _rows(scan, retain_value)
-    return Piece(y, [part[0] for part in parts], [list(part[1:]) for part in parts], reads, True, rows, rows_read)
+    return Piece(y, [part[0] for part in parts], [list(part[1:]) for part in parts], reads, True, *_rows(scan))
 
 
 def _diagonal_piece(scan: Scan) -> Piece:
@@ -248,10 +247,10 @@ def _diagonal_piece(scan: Scan) -> Piece:
 
 def _gated_piece(scan: Scan) -> Piece:
     """A plain scan from 0, and products of gates: if writes do not depend on the memory, X is multiplied by these."""
-    config, retain_value = scan.config, scan.gates.retain_value
+    config = scan.config
     restart = scan.fresh().memory["weight"]
     none = [torch.zeros_like(item) for item in scan.slots]
-    y, ends = scan.of(scan.v, none, restart, retain_value)
+    y, ends = scan.of(scan.v, none, restart, scan.gates.retain_value)
     q, dtype = scan.q, restart.dtype
     k, v = (x if config.writes == 1 else x[:, :, 0] for x in (scan.k, scan.v))
     few = Gates(retain=scan.gates.retain, momentum=scan.gates.momentum)
@@ -280,8 +279,7 @@ def _gated_piece(scan: Scan) -> Piece:
     count = len(none)
     last = [_at_end(factor, 1.0 if at in (0, 3) else 0.0).unsqueeze(-2) for at, factor in enumerate(after)]
     moves = [last[at : at + count] for at in range(0, len(last), count)]
-    rows, rows_read = (None, None) if retain_value is None else _rows(scan, retain_value)
-    return Piece(y, ends, moves, reads, False, rows, rows_read)
+    return Piece(y, ends, moves, reads, False, *_rows(scan))
 
 
 def _neutral(gate: Tensor, scan: Scan, *, reset: bool) -> Tensor:
@@ -306,7 +304,9 @@ def _at_end(after: Tensor, start: float) -> Tensor:
     return after[:, -1] if after.shape[1] else after.new_full((after.shape[0], *after.shape[2:]), start)
 
 
-def _rows(scan: Scan, retain_value: Tensor) -> tuple[Tensor, Tensor]:
-    """The products of retain_value at the end `[B, H, V, 1]`, and in the state that each token reads."""
-    after = _neutral(retain_value.to(scan.slots[0].dtype), scan, reset=False).cumprod(1)
+def _rows(scan: Scan) -> tuple[Tensor | None, Tensor | None]:
+    """The products of retain_value at the end `[B, H, V, 1]`, and in the state that each token reads; None without."""
+    if scan.gates.retain_value is None:
+        return None, None
+    after = _neutral(scan.gates.retain_value.to(scan.slots[0].dtype), scan, reset=False).cumprod(1)
     return _at_end(after, 1.0).unsqueeze(-1), _as_read(scan.config, after, None, first=1.0)

@@ -279,11 +279,7 @@ def _all_heads(state: MemoryState, context: Context) -> tuple[MemoryState, Tenso
     return pytree.tree_unflatten(merged, spec), anchor
 
 
-_WAYS: dict[str, Callable[[Context, Scan], tuple[Tensor, MemoryState]]] = {
-    "algebra": _by_algebra,
-    "heads": _by_heads,
-    "relay": _by_relay,
-}
+_WAYS = {"algebra": _by_algebra, "heads": _by_heads, "relay": _by_relay}
 
 
 # A model.

@@ -7,7 +7,9 @@ So each result here comes with an anchor, a zero that depends on it, which the c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -18,6 +20,8 @@ from hecate.errors import ConfigError
 from hecate.states import with_tensors
 
 AXES = 8  # most axes of a tensor that is sent
+There = Callable[..., tuple[Tensor, ...]]  # what is exchanged in the forward pass
+Back = Callable[..., Sequence[Tensor | None]]  # the gradients of what was sent, from those of what was received
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +57,28 @@ def anchor_of(*tensors: Any) -> Tensor | float:
     return sum(empty, torch.zeros(())) if len(empty) > 1 else empty[0] if empty else 0.0
 
 
-def _handle(like: Tensor) -> Tensor:
-    """An input that requires a gradient on every rank, also where nothing else does."""
-    return torch.zeros((), device=like.device, requires_grad=torch.is_grad_enabled())
+class _Exchange(torch.autograd.Function):
+    """An exchange of tensors, and that of their gradients in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, there: There, back: Back, handle: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        ctx.save_for_backward(handle)
+        received = there(*tensors)
+        ctx.mark_non_differentiable(*[item for item in received if not item.is_floating_point()])
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _begin(ctx)
+        return None, None, None, *ctx.back(*grads)
+
+
+def _exchange(there: There, back: Back, like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`there(*tensors)`, with gradients by `back(*grads)`; on every rank, as a handle requires a gradient also where
+    nothing else does. Neither function may hold the tensors."""
+    handle = torch.zeros((), device=like.device, requires_grad=torch.is_grad_enabled())
+    return _Exchange.apply(there, back, handle, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _begin(ctx: Any) -> None:
@@ -79,25 +102,6 @@ def _collective(now: str, before: str) -> Any:
 # One tensor of every rank.
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, handle: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        ctx.save_for_backward(handle)
-        return _all_gather(mine, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        _begin(ctx)
-        grad = grads[0].contiguous()
-        mine = torch.empty_like(grad[0])
-        if mine.numel():
-            _collective("reduce_scatter_single", "reduce_scatter_tensor")(
-                mine.view(-1), grad.view(-1), group=ctx.ranks.group
-            )
-        return mine, None, None
-
-
 def _all_gather(mine: Tensor, ranks: Ranks) -> Tensor:
     out = mine.new_empty(ranks.size, *mine.shape)
     if mine.numel():
@@ -111,7 +115,15 @@ def gather(mine: Tensor, ranks: Ranks) -> Tensor:
     """`[ranks, ...]` of tensors of one shape; the gradient of each is summed over all ranks and sent to its rank."""
     if not mine.is_floating_point():
         return _all_gather(mine, ranks)
-    return _Gather.apply(mine, _handle(mine), ranks)  # type: ignore[no-untyped-call]
+
+    def back(grad: Tensor) -> list[Tensor]:
+        part = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
+        if part.numel():
+            scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+            scatter(part.view(-1), grad.contiguous().view(-1), group=ranks.group)
+        return [part]
+
+    return _exchange(lambda x: (_all_gather(x, ranks),), back, mine, mine)[0]
 
 
 def lengths_of(length: int, ranks: Ranks, device: torch.device) -> list[int]:
@@ -128,19 +140,6 @@ def joined(mine: Tensor, lengths: list[int], ranks: Ranks) -> Tensor:
 
 
 # Tokens in exchange for heads.
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, handle: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Tensor:
-        ctx.ranks, ctx.lengths, ctx.there = ranks, lengths, there
-        ctx.save_for_backward(handle)
-        return _all_to_all(x, ranks, lengths, there)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        _begin(ctx)
-        return _all_to_all(grads[0], ctx.ranks, ctx.lengths, not ctx.there), None, None, None, None
 
 
 def _all_to_all(x: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Tensor:
@@ -163,44 +162,14 @@ def _all_to_all(x: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Ten
 
 def swap(x: Tensor, ranks: Ranks, lengths: list[int], *, there: bool) -> Tensor:
     """`[B, own length, H, D]` -> `[B, T, H / ranks, D]`, all tokens of some heads; or back."""
-    return _Swap.apply(x, _handle(x), ranks, lengths, there)  # type: ignore[no-untyped-call]
+
+    def moved(x: Tensor, there: bool) -> tuple[Tensor]:
+        return (_all_to_all(x, ranks, lengths, there),)
+
+    return _exchange(partial(moved, there=there), partial(moved, there=not there), x, x)[0]
 
 
 # From rank to rank.
-
-
-class _Receive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, handle: Tensor, ranks: Ranks, like: list[Tensor]) -> Any:
-        ctx.ranks, ctx.floats = ranks, [item.is_floating_point() for item in like]
-        ctx.save_for_backward(handle)
-        tensors = _take(like, ranks, ranks.rank - 1, shaped=True)
-        ctx.mark_non_differentiable(*[item for item in tensors if not item.is_floating_point()])
-        return tuple(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        _begin(ctx)
-        floating = [grad for grad, floats in zip(grads, ctx.floats, strict=True) if floats]
-        _give(floating, ctx.ranks, ctx.ranks.rank - 1, shaped=False)
-        return None, None, None
-
-
-class _Send(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ranks: Ranks, handle: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.ranks, ctx.like = ranks, [torch.empty_like(item, device="meta") for item in tensors]
-        ctx.device = handle.device
-        ctx.save_for_backward(handle)
-        _give(list(tensors), ranks, ranks.rank + 1, shaped=True)
-        return torch.zeros((), device=handle.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        _begin(ctx)
-        like = [torch.empty_like(item, device=ctx.device) for item in ctx.like if item.is_floating_point()]
-        incoming = iter(_take(like, ctx.ranks, ctx.ranks.rank + 1, shaped=False))
-        return None, None, *(next(incoming) if item.is_floating_point() else None for item in ctx.like)
 
 
 def _give(tensors: list[Tensor], ranks: Ranks, to: int, *, shaped: bool) -> None:
@@ -244,14 +213,34 @@ def receive(like: Any, ranks: Ranks) -> tuple[Any, Tensor | float]:
     tensors = [item.detach() for item in leaves if isinstance(item, Tensor)]
     if not tensors:
         return like, 0.0
-    received = _Receive.apply(_handle(tensors[0]), ranks, tensors)  # type: ignore[no-untyped-call]
+    floats = [item.is_floating_point() for item in tensors]
+
+    def back(*grads: Tensor) -> list[None]:
+        floating = [grad for grad, is_float in zip(grads, floats, strict=True) if is_float]
+        _give(floating, ranks, ranks.rank - 1, shaped=False)
+        return []
+
+    received = _exchange(lambda: tuple(_take(tensors, ranks, ranks.rank - 1, shaped=True)), back, tensors[0])
     return with_tensors(leaves, spec, received), anchor_of(*received)
 
 
 def send(state: Any, ranks: Ranks) -> Tensor | float:
     """Sends a state to the next rank, and returns its anchor."""
     tensors = [item for item in pytree.tree_leaves(state) if isinstance(item, Tensor)]
-    return _Send.apply(ranks, _handle(tensors[0]), *tensors) if tensors else 0.0  # type: ignore[no-untyped-call]
+    if not tensors:
+        return 0.0
+    device, like = tensors[0].device, [torch.empty_like(item, device="meta") for item in tensors]
+
+    def there(*given: Tensor) -> tuple[Tensor]:
+        _give(list(given), ranks, ranks.rank + 1, shaped=True)
+        return (torch.zeros((), device=device),)
+
+    def back(_: Tensor) -> list[Tensor | None]:
+        floating = [torch.empty_like(item, device=device) for item in like if item.is_floating_point()]
+        incoming = iter(_take(floating, ranks, ranks.rank + 1, shaped=False))
+        return [next(incoming) if item.is_floating_point() else None for item in like]
+
+    return _exchange(there, back, tensors[0], *tensors)[0]
 
 
 def from_last(state: Any, ranks: Ranks, *, alike: bool) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -161,10 +161,7 @@ def part_of_step(module: nn.Module, model: nn.Module, last: bool) -> Iterator[No
         shards(last)
         model.set_is_last_backward(last)  # type: ignore[operator]
     waits = getattr(module, "no_sync", None)
-    if waits is not None and not last:
-        with waits():
-            yield
-    else:
+    with nullcontext() if last or waits is None else waits():
         yield
 
 

@@ -266,15 +266,16 @@ def evaluate_run(
     A synthetic task must be the run's own, and has its fields; the text is that of `data`, or else of the run's
     validation data. For a folder in transformers' format, tasks in text can be evaluated with its own tokenizer.
     """
-    folder = Path(folder)
+    folder, fields = Path(folder), {"lengths": None if lengths is None else tuple(lengths), "samples": samples}
     if is_pretrained(folder):
         if checkpoint != "best":
             raise ConfigError(f"checkpoint={checkpoint!r} is for runs, and {folder} is a model of transformers")
-        return _evaluate_pretrained(folder, tasks, data=data, lengths=lengths, samples=samples, out=out)
+        return _evaluate_pretrained(folder, tasks, fields, data, out)
     trained = open_model(folder, checkpoint)
     place = Path(out) if out is not None else _evals(folder)
     config = trained.config.data
-    wanted = [_evaluation(name, lengths, samples, config) for name in tasks]
+    own = {config.kind: config} if isinstance(config, Task) else {}  # its own task, with its fields
+    wanted = [evaluation_of(own.get(name, name), **fields) for name in tasks]
     for name, task in zip(tasks, wanted, strict=True):
         if not isinstance(task, Synthetic) and not isinstance(trained.tokenizer, Tokenizer):
             raise ConfigError(
@@ -298,13 +299,12 @@ def evaluate_run(
 
 
 def _evaluate_pretrained(
-    folder: Path, tasks: Sequence[str], *, data: Path | str | None, lengths: Sequence[int] | None, samples: int | None,
-    out: Path | str | None,
-) -> tuple[Report, Path]:  # fmt: skip
+    folder: Path, tasks: Sequence[str], fields: dict[str, Any], data: Path | str | None, out: Path | str | None
+) -> tuple[Report, Path]:
     """`evaluate_run` for a causal model of transformers, possibly upgraded or grafted. [EVAL-RUN-D2]"""
     from hecate.hf import load, load_tokenizer
 
-    wanted = [_evaluation(name, lengths, samples) for name in tasks]
+    wanted = [evaluation_of(name, **fields) for name in tasks]
     for name, task in zip(tasks, wanted, strict=True):
         if isinstance(task, Synthetic):
             raise ConfigError(
@@ -316,12 +316,6 @@ def _evaluate_pretrained(
     report = Report(evaluate_tasks(model, tokenizer, wanted, text=text))
     facts = {"model": model.config.model_type, **_facts(text, data, wanted)}
     return report, report.save(Path(out or folder / "evals"), model.config.model_type, facts)
-
-
-def _evaluation(name: str, lengths: Sequence[int] | None, samples: int | None, config: Any = None) -> Evaluation:
-    """The evaluation of a task by its name; if that is the run's own task, with its fields."""
-    fields = {"lengths": None if lengths is None else tuple(lengths), "samples": samples}
-    return evaluation_of(config if isinstance(config, Task) and name == config.kind else name, **fields)
 
 
 def _facts(text: str | None, origin: Any, wanted: Sequence[Evaluation]) -> dict[str, Any]:

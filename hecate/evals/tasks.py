@@ -18,7 +18,7 @@ from hecate.checks import Count
 from hecate.data import IGNORED, DataConfig, Task, Tokenizer, stream
 from hecate.data.corpus import Limits, documents, find
 from hecate.errors import ConfigError, DataError, shorten
-from hecate.evals.base import Encoder, Evaluation, Given, Ids, Part, Row, check_lengths, draws
+from hecate.evals.base import Encoder, Evaluation, Given, Ids, Metric, Part, Row, check_lengths, draws
 from hecate.variant import Conflicts
 
 MOST = 1 << 20
@@ -151,19 +151,14 @@ class Niah(Evaluation):
 
     def parts(self, given: Given) -> list[Part]:
         """A part for every form and length; `DataError` if a text is needed and there is none."""
-        check_lengths(self.kind, given, self.lengths)
-        encoder = _encoder(self.kind, given)
-        parts = []
+        encoder, parts = _encoder(self, given), list[Part]()
         for form in self.forms:
-            hay = _noise(encoder) if form == 1 else _text(f"niah_{form}", given, encoder)
-            chance = 2.0**-122 if form == 3 else 1 / 9_000_000
-            for length in self.lengths:
-                row = partial(self._row, form, length, hay, encoder)
-                row(0)  # raises if a row does not fit, before any is run
-                parts.append(Part(f"niah_{form}", length, self.samples, row, "exact", chance))
+            name, chance = f"niah_{form}", 2.0**-122 if form == 3 else 1 / 9_000_000
+            hay = _noise(encoder) if form == 1 else _text(f"the haystack of {name}", given, encoder, ", or take niah_1")
+            parts += _parts(self, name, partial(self._row, form, hay, encoder), chance)
         return parts
 
-    def _row(self, form: int, length: int, hay: Haystack, encoder: Encoder, index: int) -> Row:
+    def _row(self, form: int, hay: Haystack, encoder: Encoder, length: int, index: int) -> Row:
         rng = draws(self.seed, form, index)
         what = "uuid" if form == 3 else "number"
         key = _absent(hay.text, lambda: f"{_FIRST[rng.integers(25)]}-{_SECOND[rng.integers(25)]}")
@@ -201,17 +196,10 @@ class VariableTracking(Evaluation):
 
     def parts(self, given: Given) -> list[Part]:
         """A part for every length."""
-        check_lengths(self.kind, given, self.lengths)
-        encoder = _encoder(self.kind, given)
-        hay, parts = _noise(encoder), []
-        chance = 1 / (self.chains * (1 + self.hops))
-        for length in self.lengths:
-            row = partial(self._row, length, hay, encoder)
-            row(0)
-            parts.append(Part(self.kind, length, self.samples, row, "exact", chance))
-        return parts
+        encoder, chance = _encoder(self, given), 1 / (self.chains * (1 + self.hops))
+        return _parts(self, self.kind, partial(self._row, _noise(encoder), encoder), chance)
 
-    def _row(self, length: int, hay: Haystack, encoder: Encoder, index: int) -> Row:
+    def _row(self, hay: Haystack, encoder: Encoder, length: int, index: int) -> Row:
         rng = draws(self.seed, 0, index)
         names, values = _names(rng, self.chains * (1 + self.hops)), _values(rng, self.chains)
         chains = [names[n * (1 + self.hops) : (n + 1) * (1 + self.hops)] for n in range(self.chains)]
@@ -274,16 +262,28 @@ def _noise(encoder: Encoder) -> Haystack:
     return Haystack(f"{NOISE}\n", encoder, lines=True)
 
 
-def _text(name: str, inputs: Given, encoder: Encoder) -> Haystack:
+def _text(what: str, inputs: Given, encoder: Encoder, instead: str = "") -> Haystack:
     if inputs.text is None:
-        raise DataError(f"no text for the haystack of {name}; name a file or folder with --data, or take niah_1")
+        raise DataError(f"no text for {what}; name a file or folder with --data{instead}")
     return Haystack(inputs.text, encoder)
 
 
-def _encoder(name: str, inputs: Given) -> Encoder:
+def _encoder(task: Any, inputs: Given) -> Encoder:
+    """The encoder for a task in text, whose lengths the model must be able to read."""
+    check_lengths(task.kind, inputs, task.lengths)
     if inputs.encoder is None:
-        raise ConfigError(f"{name} is a task in text, and the model comes without a tokenizer; give one")
+        raise ConfigError(f"{task.kind} is a task in text, and the model comes without a tokenizer; give one")
     return inputs.encoder
+
+
+def _parts(
+    task: Any, name: str, row: Callable[[int, int], Row], chance: float | None, metric: Metric = "exact"
+) -> list[Part]:
+    """A part for every length of a task in text; raises if a row `row(length, index)` does not fit."""
+    parts = [Part(name, length, task.samples, partial(row, length), metric, chance) for length in task.lengths]
+    for part in parts:
+        part.row(0)
+    return parts
 
 
 def _room(name: str, length: int, fixed: Sequence[Ids], needles: Sequence[Ids]) -> int:
@@ -383,17 +383,11 @@ class LossByPosition(Evaluation):
 
     def parts(self, given: Given) -> list[Part]:
         """A part for every length; `DataError` without a text."""
-        check_lengths(self.kind, given, self.lengths)
-        encoder = _encoder(self.kind, given)
-        if given.text is None:
-            raise DataError(f"no text for {self.kind}; name a file or folder with --data")
-        hay = Haystack(given.text, encoder)
-        return [
-            Part(self.kind, n, self.samples, partial(self._row, n, hay, encoder.start), "loss", None)
-            for n in self.lengths
-        ]
+        encoder = _encoder(self, given)
+        hay = _text(self.kind, given, encoder)
+        return _parts(self, self.kind, partial(self._row, hay, encoder.start), None, "loss")
 
-    def _row(self, length: int, hay: Haystack, start: tuple[int, ...], index: int) -> Row:
+    def _row(self, hay: Haystack, start: tuple[int, ...], length: int, index: int) -> Row:
         text, _ = hay.around(draws(self.seed, 0, index), length + 1 - len(start), [], [])
         text = np.concatenate([np.array(start, dtype=np.int64), text])
         return Row(text[:-1], text[1:], np.arange(length))

@@ -8,14 +8,5 @@ from hecate.gym.tasks import GymTask, Stream, tasks
 from hecate.gym.training import StateTracking
 
 __all__ = [
-    "Contender",
-    "GymTask",
-    "Memory",
-    "Result",
-    "StateTracking",
-    "Stream",
-    "contender_of",
-    "contenders",
-    "run",
-    "tasks",
-]
+    "Contender", "GymTask", "Memory", "Result", "StateTracking", "Stream", "contender_of", "contenders", "run", "tasks",
+]  # fmt: skip

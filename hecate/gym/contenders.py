@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import product
@@ -160,11 +161,9 @@ def of_rules(
 
     settings: list[Setting] = []
     for setting in grid(_axes(configs) if axes is None else axes):
-        try:
+        with suppress(ConfigError):
             built(setting)
-        except ConfigError:
-            continue
-        settings.append(setting)
+            settings.append(setting)
     facts = {"rules": [config.model_dump(mode="json") for config in configs], "levels": levels}
     layer = partial(_layer, configs[0]) if alone else None
     return Contender(name, build if writes == 1 else None, settings or [{}], facts, layer=layer)

@@ -44,22 +44,16 @@ def _row(result: Result) -> list[str]:
     default = "" if math.isnan(result.default) else f"{result.default:.3g}"
     floor = f" (floor {result.floor:.3g})" if result.floor else ""
     verdict = result.verdict + (f": {result.reason}" if result.reason else "")
-    return [
-        task.kind, result.contender, score, f"{task.chance():.3g}{floor}", verdict,
-        "" if result.pair is None else f"{result.pair.adjusted:.2g}", default,
-        _setting_text(result),
-        f"{result.state:,}" if result.state else "", f"{result.seconds:.2f}" if result.scores else "",
-    ]  # fmt: skip
-
-
-def _setting_text(result: Result) -> str:
-    if not result.scores:
-        return ""
     shown = (
         f"{path.split('.')[-1]} {value:g}" if isinstance(value, float) else f"{path} {value}"
         for path, value in result.setting.items()
     )
-    return (", ".join(shown) + f" (of {result.settings})").strip()
+    setting = f"{', '.join(shown)} (of {result.settings})".strip() if result.scores else ""
+    return [
+        task.kind, result.contender, score, f"{task.chance():.3g}{floor}", verdict,
+        "" if result.pair is None else f"{result.pair.adjusted:.2g}", default, setting,
+        f"{result.state:,}" if result.state else "", f"{result.seconds:.2f}" if result.scores else "",
+    ]  # fmt: skip
 
 
 def facts(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -136,15 +130,10 @@ def _panel(axes: Any, results: Sequence[Result], names: Sequence[str]) -> None:
 def listing(known: Sequence[Contender]) -> list[Table]:
     """Tables of all tasks, with chance and known scores, and of contenders, with their number of settings and anything
     that is missing here."""
-    shown = [(kind, task.model_validate({})) for kind, task in tasks().items()]
-    asked = [
-        [
-            kind,
-            task.about,
-            f"{task.metric}, chance {task.chance():.3g}",
-            ", ".join(f"{name} {value:.3g}" for name, value in task.known().items()),
-        ]
-        for kind, task in shown
-    ]
+    asked = []
+    for kind, family in tasks().items():
+        task = family.model_validate({})
+        scores = ", ".join(f"{name} {value:.3g}" for name, value in task.known().items())
+        asked.append((kind, task.about, f"{task.metric}, chance {task.chance():.3g}", scores))
     rows = [[one.name, str(len(one.settings)), one.missing or "runs here"] for one in known]
     return [(("task", "stream", "metric", "known scores"), asked), (("contender", "settings", "status"), rows)]

@@ -22,17 +22,9 @@ from torch import Tensor
 
 from hecate.checks import described
 from hecate.compare.cells import seeds_of
-from hecate.compare.run import locked
+from hecate.compare.run import locked, stored
 from hecate.compare.statistics import Interval, Pair, against, interval, pooled_intervals
-from hecate.errors import (
-    CheckpointError,
-    ConfigError,
-    HecateError,
-    NonFiniteError,
-    StabilityWarning,
-    not_known,
-    shorten,
-)
+from hecate.errors import ConfigError, HecateError, NonFiniteError, StabilityWarning, not_known, shorten
 from hecate.files import read_whole, refusing, write_file
 from hecate.gym.contenders import Contender, Memory, Setting, contender_of, numbers, source_of
 from hecate.gym.peers import contenders
@@ -105,11 +97,9 @@ class _Store:
     def __post_init__(self) -> None:
         if self.folder is None or not (path := self.folder / RECORDS).is_file():
             return
-        try:
+        with stored(path, "delete it, and its cells are run anew"):
             for digest, cell in read_json(read_whole(path)).items():
                 self.cells[digest] = cell if isinstance(cell, str) else list(Cell(*cell))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; delete it, and its cells are run anew") from None
 
     def get(self, make: Callable[[], Any], *what: Any) -> Any:
         """The cell stored under these facts, or a new one."""

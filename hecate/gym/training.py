@@ -46,17 +46,6 @@ def trained(
     return trainer
 
 
-class Follower:
-    """A trained model as a `Memory` that is only asked: keys are one-hot tokens, answers are logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model.eval()
-
-    def __call__(self, keys: Tensor, values: Tensor | None, state: Any) -> tuple[Tensor, Any]:
-        scores, state = self.model(keys.argmax(-1), state)
-        return scores, state
-
-
 class StateTracking(GymTask):
     r"""state_tracking: words x_1 x_2 ... of the permutations S_n, each prefix asked for its product x_t ... x_1.
 
@@ -117,10 +106,12 @@ class StateTracking(GymTask):
         return [{"rate": rate} for rate in self.rates]
 
     def memory(self, contender: Contender, setting: Setting, seed: int) -> Memory:
-        """The contender's layer, trained with this seed, in its model."""
+        """The contender's layer, trained with this seed, in its model, which is only asked: keys are one-hot tokens,
+        answers are logits."""
         layer: Any = contender.layer
         model = {"d_model": self.width, "heads": 1, "mlp_ratio": 2.0}
         data = self.words(self.length).model_dump(mode="json")
         with torch.enable_grad():
             run = trained(model, data, seed, setting["rate"], self.steps, partial(layer, self.width))
-        return Follower(run.model)
+        network = run.model.eval()
+        return lambda keys, values, state: network(keys.argmax(-1), state)

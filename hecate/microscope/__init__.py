@@ -5,13 +5,6 @@ from hecate.microscope.look import look
 from hecate.microscope.view import Attention, MemoryView, Recall, View, implicit_attention, nonlinearity
 
 __all__ = [
-    "Attention",
-    "MemoryView",
-    "Recall",
-    "Strength",
-    "View",
-    "implicit_attention",
-    "look",
-    "nonlinearity",
+    "Attention", "MemoryView", "Recall", "Strength", "View", "implicit_attention", "look", "nonlinearity",
     "write_strength",
-]
+]  # fmt: skip
