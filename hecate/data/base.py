@@ -221,6 +221,9 @@ class TaskSource(Source):
         self._examples = lru_cache(1)(lambda seed: task.sample(stream(seed, "train", 0), count))
         self._order = lru_cache(2)(lambda seed, epoch: stream(seed, "train", epoch + 1).permutation(count))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.task,)  # the caches are of this process
+
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
         self._check(seq_len)
         if (count := self.task.examples) is None:
