@@ -19,7 +19,7 @@ from hecate.distributed.context import Context, Shares
 from hecate.engine import EngineName, as_plain, log_linear_scan, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
-from hecate.nn.arguments import Mask, check_sequence, check_tensors, check_type
+from hecate.nn.arguments import Mask, check_sequence, check_state, check_type
 from hecate.nn.blocks import RMSNorm
 from hecate.nn.memory import where_rows
 from hecate.nn.parameters import draw_normal, redraw, source_of, sources_for
@@ -279,7 +279,7 @@ class CMS(nn.Module):
                 f"state.levels must hold one state for each of {len(self.levels)} levels, got {len(state.levels)}; was "
                 "it made by another layer?"
             )
-        check_tensors(x, {"written": (state.written, x.shape[:1])})
+        check_state(state, x, {"written": (state.written, x.shape[:1])})
         expect(state.written, "B", name="state.written", dtype=torch.int64, like=x, other="x")
 
     def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, list[LayerState]]:

@@ -385,8 +385,7 @@ class SelfReferential(MemoryLayer):
             self.feature_memory = FeatureMemory(d_model, heads, inner, d_key=width, learned_initial=True, **place)
         self.hold_output(d_model, heads, width, output_gate, **place)
         if self.into.weight.device.type != "meta":
-            self._draw(generator)
-            self._warn()
+            self.reset_parameters(generator)
 
     def _first_and_rule(self) -> tuple[nn.Linear, Any]:
         return self.into, self.boxes
@@ -471,8 +470,7 @@ class SelfReferential(MemoryLayer):
         for name in {**wanted, **state.boxes.memory, **state.anchor}:
             tensors[f"boxes.memory[{name!r}]"] = (state.boxes.memory.get(name), wanted.get(name))
             tensors[f"anchor[{name!r}]"] = (state.anchor.get(name), anchor.get(name))
-        features = self.feature_memory is not None
-        check_state(state, self.conv, x, tensors, features=features)
+        check_state(state, x, tensors, self.conv, features=self.feature_memory is not None)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

@@ -147,40 +147,32 @@ def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:
     return True
 
 
-def check_tensors(x: Tensor, tensors: dict[str, tuple[Tensor | None, Any]], name: str = "") -> None:
-    """Refuses tensors of a state that do not have the shapes given with them (None: no tensor), or not the device of
-    the input."""
+def check_state(
+    state: Any, x: Tensor, tensors: dict[str, Any], conv: ShortConv | None = None, name: str = "", **needed: bool
+) -> None:
+    """Refuses a state, of the layer's own type, that another layer or batch made, or that is on another device.
+
+    `tensors` are some of the state's, each with the shape that it must have (None: no tensor); to them come those of
+    the convolution. `needed` says of the states of `features` and `projection` whether there must be one.
+    """
+    layer = f"{name}: " if name else ""
+    for field, has in needed.items():
+        if (getattr(state, field) is not None) != has:
+            what = {"features": "feature memory", "projection": "query projection"}[field]
+            raise ShapeError(
+                f"state.{field} is {'None' if has else 'a state'}, but this layer has {'a' if has else 'no'} {what}; "
+                "was it made by another layer?"
+            )
+    inputs = None if conv is None else (len(x), conv.kernel - 1, conv.weight.shape[1])
+    tensors = {**tensors, "conv": (getattr(state, "conv", None), inputs)}
+    if (segment := getattr(state, "conv_segment", None)) is not None:  # there since a reset_mask was given
+        tensors["conv_segment"] = (segment, None if inputs is None else inputs[:2])
     for field, (tensor, expected) in tensors.items():
         shape, expected = None if tensor is None else list(tensor.shape), None if expected is None else list(expected)
         if shape != expected:
             raise ShapeError(
-                f"{f'{name}: ' if name else ''}state.{field} must be {expected} for this layer and {len(x)} sequences, "
-                f"got {shape}; was it made by another layer or with another batch?"
+                f"{layer}state.{field} must be {expected} for this layer and {len(x)} sequences, got {shape}; was it "
+                "made by another layer or with another batch?"
             )
         if tensor is not None:
-            expect_beside(tensor, x, f"{f'{name}: ' if name else ''}state.{field}", "x")
-
-
-def check_state(state: Any, conv: ShortConv | None, x: Tensor, tensors: dict[str, Any], **needed: bool) -> None:
-    """Refuses a state, of the layer's own type, that another layer or batch made.
-
-    `tensors` are some of the state's, as in `check_tensors`; to them come those of the convolution. `needed` says of
-    the states of `features` and `projection` whether there must be one.
-    """
-    for name, has in needed.items():
-        if (getattr(state, name) is not None) != has:
-            what = {"features": "feature memory", "projection": "query projection"}[name]
-            raise ShapeError(
-                f"state.{name} is {'None' if has else 'a state'}, but this layer has {'a' if has else 'no'} {what}; "
-                "was it made by another layer?"
-            )
-    check_tensors(x, {**tensors, **conv_tensors(state, conv, len(x))})
-
-
-def conv_tensors(state: Any, conv: ShortConv | None, batch: int) -> dict[str, tuple[Tensor | None, Any]]:
-    """A convolution's part of a state, for `check_tensors`."""
-    inputs = None if conv is None else (batch, conv.kernel - 1, conv.weight.shape[1])
-    tensors: dict[str, tuple[Tensor | None, Any]] = {"conv": (state.conv, inputs)}
-    if state.conv_segment is not None:  # there since a reset_mask was given
-        tensors["conv_segment"] = (state.conv_segment, None if inputs is None else inputs[:2])
-    return tensors
+            expect_beside(tensor, x, f"{layer}state.{field}", "x")

@@ -132,20 +132,15 @@ class MemoryLayer(nn.Module):
         self.out = blank(nn.Linear, heads * width, d_model, bias=False, **place)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        self._draw(generator)
-        self._warn()
-
-    def _draw(self, generator: torch.Generator | None) -> None:
+        """Draws every parameter anew from `generator` (None: torch's default generator), and warns of steps that may
+        diverge."""
         source, (first, rule) = source_of(generator), self._first_and_rule()
         redraw(source, first, self.gate_down, self.output_gate, self.out, self.conv)
         nn.init.ones_(self.norm)
         rule.draw_rule(source, first.weight)
         if self.feature_memory is not None:
             self.feature_memory.draw_rule(source, first.weight)
-
-    def _warn(self) -> None:
-        self._first_and_rule()[1].warn_if_unstable(self.name, self.qk_norm)
+        rule.warn_if_unstable(self.name, self.qk_norm)
         if self.feature_memory is not None:
             self.feature_memory.warn_if_unstable(f"{self.name} (features)", self.qk_norm)
 
@@ -283,8 +278,7 @@ class Memory(RuleParameters, MemoryLayer):
         self._hold_front(options, conv_kernel, **place)
         self.hold_output(d_model, heads, d_value, output_gate, **place)
         if self.qkv.weight.device.type != "meta":
-            self._draw(generator)
-            self._warn()
+            MemoryLayer.reset_parameters(self, generator)  # not a subclass's, which has parameters of its own to come
 
     def _hold_front(self, options: LayerOptions, conv_kernel: int, **place: Any) -> None:
         """Creates the projection and convolution ahead of the memory, and stores the options of what is behind it."""
@@ -326,7 +320,11 @@ class Memory(RuleParameters, MemoryLayer):
         if not self.bare and x.shape[1] > 1 and steady():
             return by_token(self, x, state, masks)
         if state is not None and check_type(state, LayerState):
-            check_state(state, self.conv, x, self._gating_tensors(state, len(x)), **self.held)
+            shapes = {} if self.gating is None else self.gating.gating.state_shapes(self.gating.sizes)
+            wanted = {name: (len(x), *shape) for name, shape in shapes.items()}
+            carried = state.gating if isinstance(state.gating, dict) else {}
+            tensors = {f"gating[{n!r}]": (carried.get(n), wanted.get(n)) for n in {**wanted, **carried}}
+            check_state(state, x, tensors, self.conv, **self.held)
         asked, carried, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
@@ -396,13 +394,6 @@ class Memory(RuleParameters, MemoryLayer):
             q, k, projection = project_queries(self.query_projection, asked, projection)
             asked = asked._replace(config=self.projected, q=q, k=k, phi_params=None)
         return asked, (conv, segment, features, projection, after or None), skip
-
-    def _gating_tensors(self, state: LayerState, batch: int) -> dict[str, tuple[Tensor | None, Any]]:
-        """The gating's tensors in a state, each with the shape that it must have, for `check_state`."""
-        shapes = {} if self.gating is None else self.gating.gating.state_shapes(self.gating.sizes)
-        carried = state.gating if isinstance(state.gating, dict) else {}
-        wanted = {name: (batch, *shape) for name, shape in shapes.items()}
-        return {f"gating[{name!r}]": (carried.get(name), wanted.get(name)) for name in {**wanted, **carried}}
 
     def _apply_gating(
         self, gating: GatingParameters, inputs: tuple[Any, ...], before: dict[str, Tensor] | None, masks: Masks

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count, named
 from hecate.distributed.context import Context, Shares
 from hecate.errors import ConfigError, ShapeError
-from hecate.nn.arguments import Mask, check_length, check_sequence, check_sizes, check_tensors, check_type, conv_tensors
+from hecate.nn.arguments import Mask, check_length, check_sequence, check_sizes, check_state, check_type
 from hecate.nn.blocks import readout
 from hecate.nn.conv import ShortConv, convolved, normalise_qk, past_inputs
 from hecate.nn.parameters import blank, draw_normal, redraw, source_of
@@ -182,8 +182,7 @@ class SlidingAttention(nn.Module):
             count = state.present.shape[-1] if self.window is None else self.window - 1
             shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
             tensors: dict[str, Any] = {"keys": (state.keys, shape), "values": (state.values, shape)}
-            tensors |= {"present": (state.present, shape[:2]), **conv_tensors(state, self.conv, x.shape[0])}
-            check_tensors(x, tensors, self.name)
+            check_state(state, x, {**tensors, "present": (state.present, shape[:2])}, self.conv, self.name)
         q, k, v, conv = self._project(x, beside, state, write_mask, reset_mask)
         if write_mask is not None:  # never seen; zero, so that the state does not depend on it
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
