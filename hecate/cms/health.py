@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,41 +114,29 @@ def write_strength(asked: ScanArguments, tokens: Sequence[int] | None = None, *,
     return Strength(k_tokens.cpu(), share, share_later, pull, pull_later, size.cpu())
 
 
-def _answers(asked: ScanArguments, tokens: Iterable[int], lag: int, later: int, written: bool) -> tuple[Tensor, Tensor]:
+def _answers(asked: ScanArguments, tokens: Sequence[int], lag: int, later: int, written: bool) -> tuple[Tensor, Tensor]:
     """Answers to the keys of tokens, `[B, N, H, V]`, once their writes can be read and `later` tokens after that; with
     the writes or without. It scans one copy of the sequences for each token."""
-    batch, length = asked.v.shape[:2]
-    q: list[Tensor] = []
-    masks: list[Tensor] = []
-    steps: list[Tensor] = []
-    mask = asked.v.new_ones(batch, length, dtype=torch.bool) if asked.write_mask is None else asked.write_mask
-    lr = asked.gates.lr if asked.config.commit == "chunk" else None
-    tokens = list(tokens)
-    for t in tokens:
-        key, writes = asked.q.clone(), mask.clone()
-        key[:, t + lag] = key[:, t + lag + later] = asked.k[:, t]
-        if isinstance(lr, Tensor):  # not by mask: a masked token is not counted, so its chunk would close later
-            steps.append(lr.clone())
-            steps[-1][:, t] *= written
-        else:
-            writes[:, t] &= written
-        q.append(key)
-        masks.append(writes)
-    copies = len(tokens)
-
-    def repeat(item: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda x: x.repeat(copies, *[1] * (x.dim() - 1)), item)
-
-    gates = repeat(asked.gates)
-    gates = gates._replace(lr=torch.cat(steps)) if steps else gates
-    copied = asked._replace(
-        q=torch.cat(q), k=repeat(asked.k), v=repeat(asked.v), gates=gates,
-        state=repeat(asked.state), write_mask=torch.cat(masks), reset_mask=repeat(asked.reset_mask),
-    )  # fmt: skip
-    y = copied.scan()[0].double().unflatten(0, (copies, batch))  # [N, B, T, H, V]
-    rows = torch.arange(copies, device=y.device)
-    at = torch.tensor(tokens, device=y.device) + lag
-    return y[rows, :, at].transpose(0, 1), y[rows, :, at + later].transpose(0, 1)
+    copies, batch = len(tokens), len(asked.v)
+    if asked.write_mask is None:
+        asked = asked._replace(write_mask=asked.v.new_ones(asked.v.shape[:2], dtype=torch.bool))
+    alike: Any = {"phi_params": asked.phi_params, "initial": asked.initial}  # for all sequences
+    repeated: ScanArguments = pytree.tree_map_only(
+        Tensor, lambda x: x.repeat(copies, *[1] * (x.dim() - 1)), asked._replace(phi_params=None, initial=None)
+    )
+    # [N B, T, ...] as [N, B, T, ...]: copy n is changed at its token alone.
+    q, lr, writes = (
+        item.unflatten(0, (copies, batch)) if isinstance(item, Tensor) else None
+        for item in (repeated.q, repeated.gates.lr, repeated.write_mask)
+    )
+    copy, at = torch.arange(copies, device=q.device), torch.tensor(tokens, device=q.device)
+    q[copy, :, at + lag] = q[copy, :, at + lag + later] = asked.k[:, at].transpose(0, 1)
+    if asked.config.commit == "chunk" and lr is not None:
+        lr[copy, :, at] *= written  # not by mask: a masked token is not counted, so its chunk would close later
+    else:
+        writes[copy, :, at] &= written
+    y = repeated._replace(**alike).scan()[0].double().unflatten(0, (copies, batch))  # [N, B, T, H, V]
+    return y[copy, :, at + lag].transpose(0, 1), y[copy, :, at + lag + later].transpose(0, 1)
 
 
 LevelCall = tuple[Tensor, Tensor, LayerState]  # a level's input and output, and its state after it

@@ -14,15 +14,7 @@ from hecate.checks import Count, named
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Mask, check_engine, check_length, check_sequence, check_sizes, check_state, check_type
-from hecate.nn.conv import (
-    DEFAULT_CONV_KERNEL,
-    DEFAULT_QK_NORM,
-    QKNorm,
-    ShortConv,
-    convolved,
-    normalise_qk,
-    settle_layer,
-)
+from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, LayerConfig, QKNorm, ShortConv, convolved, normalise_qk
 from hecate.nn.gates import draw_gates, gate_starts, hold_gates
 from hecate.nn.memory import MemoryLayer, rule_repr, where_rows
 from hecate.nn.parameters import TensorDict, blank, without_numbers
@@ -32,13 +24,13 @@ from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.states import State
 from hecate.tape import Autodiff, execute, one
 from hecate.tape.bridge import can_inspect, without_autocast
-from hecate.variant import Config, Conflicts
+from hecate.variant import Conflicts
 
 Box = Literal["k", "v", "q", "lr", "retain", "momentum"]
 Weights = dict[str, Tensor]
 
 
-class SelfReferenceConfig(Config):
+class SelfReferenceConfig(LayerConfig):
     """A memory whose projections are memories of the same kind: boxes. [SELF-CONFIG-D1]
 
     Fields:
@@ -99,8 +91,6 @@ class SelfReferenceConfig(Config):
     def anchored(self) -> bool:
         """True if the state keeps the boxes as they were at the chunk's start."""
         return self.refers and self.period > 1
-
-    settle = settle_layer
 
     def conflicts(self) -> Conflicts:
         """Rules that boxes cannot have, and names that are not those of boxes."""

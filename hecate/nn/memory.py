@@ -29,7 +29,7 @@ from hecate.nn.arguments import (
     check_type,
 )
 from hecate.nn.blocks import EPS, EXACT, form_of, layer_token, readout, token_kernels, units
-from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, past_inputs, token_unit
+from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, token_unit
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, redraw, source_of, unheard
 from hecate.nn.rule import (
@@ -356,14 +356,11 @@ class Memory(RuleParameters, MemoryLayer):
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
         # [B, T, d_model] to queries, keys and values of all heads side by side.
         mixed, parts = self.qkv(x), self.splits
-        past: Any = state
         values: list[Tensor] = []  # where they skip the convolution
         if self.conv_on_qk:
             parts = self.splits[:2]
             mixed, *values = mixed.split([sum(parts), self.splits[2]], -1)
-        if self.context is not None and self.conv is not None:
-            past = past_inputs(self.context, self.conv, mixed, state, write_mask, reset_mask)
-        mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
+        mixed, conv, segment = convolved(self.conv, mixed, state, write_mask, reset_mask, self.context)
         mixed = silu(mixed) if self.activation else mixed
         q, k, v = list(mixed.split(parts, dim=-1)) + values
         # [B, T, n H D] to [B, T, n, H, D] where a token writes n pairs.

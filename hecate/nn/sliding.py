@@ -17,7 +17,7 @@ from hecate.distributed.context import Context, Shares
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn.arguments import Mask, check_length, check_sequence, check_sizes, check_state, check_type
 from hecate.nn.blocks import readout
-from hecate.nn.conv import ShortConv, convolved, normalise_qk, past_inputs
+from hecate.nn.conv import ShortConv, convolved, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, redraw, source_of
 from hecate.nn.positions import rotated
 from hecate.nn.rule import between
@@ -253,8 +253,7 @@ class SlidingAttention(nn.Module):
             q, kv = self.query(x), self.key_value(x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2))
         else:
             mixed = torch.cat([self.query(x), self.key_value(x)], -1)
-            past = state if self.context is None else past_inputs(self.context, self.conv, mixed, state, write, reset)
-            mixed, inputs, segment = convolved(self.conv, mixed, past, write, reset)
+            mixed, inputs, segment = convolved(self.conv, mixed, state, write, reset, self.context)
             after = (inputs, segment) if self.context is None else self.context.final((inputs, segment))
             q, kv = mixed.split(self.splits, -1)
             kv = kv.unsqueeze(2)

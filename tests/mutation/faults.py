@@ -93,7 +93,7 @@ FAULTS = [
     *_of(
         "nn",
         "tests/nn/test_build.py",
-        ("conv", "in set(config.follows) - config.model_fields_set:", "in config.follows:"),
+        ("conv", "in set(self.follows) - self.model_fields_set:", "in self.follows:"),
         ("conv", "return _DEFAULTS[name] if setting is None else setting", "return _DEFAULTS[name]"),
         ("memory", 'not conv_kernel and active == "silu"', "False"),
     ),
