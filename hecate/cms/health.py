@@ -124,18 +124,19 @@ def _answers(asked: ScanArguments, tokens: Sequence[int], lag: int, later: int, 
     repeated: ScanArguments = pytree.tree_map_only(
         Tensor, lambda x: x.repeat(copies, *[1] * (x.dim() - 1)), asked._replace(phi_params=None, initial=None)
     )
-    # [N B, T, ...] as [N, B, T, ...]: copy n is changed at its token alone.
-    q, lr, writes = (
-        item.unflatten(0, (copies, batch)) if isinstance(item, Tensor) else None
-        for item in (repeated.q, repeated.gates.lr, repeated.write_mask)
-    )
-    copy, at = torch.arange(copies, device=q.device), torch.tensor(tokens, device=q.device)
+    copy, at = torch.arange(copies, device=asked.v.device), torch.tensor(tokens, device=asked.v.device)
+
+    def by_copy(item: Any) -> Any:  # [N B, T, ...] to [N, B, T, ...]; copy n is changed at its token alone
+        return item.unflatten(0, (copies, batch))
+
+    q = by_copy(repeated.q)
     q[copy, :, at + lag] = q[copy, :, at + lag + later] = asked.k[:, at].transpose(0, 1)
-    if asked.config.commit == "chunk" and lr is not None:
-        lr[copy, :, at] *= written  # not by mask: a masked token is not counted, so its chunk would close later
+    if asked.config.commit == "chunk" and isinstance(repeated.gates.lr, Tensor):
+        # Not by mask: a masked token is not counted, so its chunk would close later.
+        by_copy(repeated.gates.lr)[copy, :, at] *= written
     else:
-        writes[copy, :, at] &= written
-    y = repeated._replace(**alike).scan()[0].double().unflatten(0, (copies, batch))  # [N, B, T, H, V]
+        by_copy(repeated.write_mask)[copy, :, at] &= written
+    y = by_copy(repeated._replace(**alike).scan()[0].double())
     return y[copy, :, at + lag].transpose(0, 1), y[copy, :, at + lag + later].transpose(0, 1)
 
 

@@ -148,7 +148,7 @@ def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:
 
 
 def check_state(
-    state: Any, x: Tensor, tensors: dict[str, Any], conv: ShortConv | None = None, name: str = "", **needed: bool
+    state: Any, x: Tensor, tensors: dict[str, Any], conv: ShortConv | None = None, name: str = "", /, **needed: bool
 ) -> None:
     """Refuses a state, of the layer's own type, that another layer or batch made, or that is on another device.
 

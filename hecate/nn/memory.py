@@ -322,8 +322,8 @@ class Memory(RuleParameters, MemoryLayer):
         if state is not None and check_type(state, LayerState):
             shapes = {} if self.gating is None else self.gating.gating.state_shapes(self.gating.sizes)
             wanted = {name: (len(x), *shape) for name, shape in shapes.items()}
-            carried = state.gating if isinstance(state.gating, dict) else {}
-            tensors = {f"gating[{n!r}]": (carried.get(n), wanted.get(n)) for n in {**wanted, **carried}}
+            before = state.gating if isinstance(state.gating, dict) else {}
+            tensors = {f"gating[{n!r}]": (before.get(n), wanted.get(n)) for n in {**wanted, **before}}
             check_state(state, x, tensors, self.conv, **self.held)
         asked, carried, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
