@@ -12,7 +12,6 @@ from torch._C._nn import silu
 from hecate.checks import expect_choice
 from hecate.nn.blocks import EPS, EXACT, convolution, normalised, units
 from hecate.nn.parameters import draw_normal, source_of
-from hecate.tape import can_inspect
 from hecate.tape.ops import number
 from hecate.variant import Config
 
@@ -182,16 +181,12 @@ def of_rule(memory: Any, name: str) -> Any:
     return _DEFAULTS[name] if setting is None else setting
 
 
-def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
+def normalise_qk(x: Tensor, norm: QKNorm, eps: float = EPS) -> Tensor:
     """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero,
     with slope 1. Rows of x `[B, T, ..., D]`; eps^2 is added to the squared length or the mean square."""
     if norm not in QK_NORMS:
         expect_choice(norm, "qk_norm", QK_NORMS)
-    if norm == "none":
-        return x
-    if isinstance(eps, float):
-        return units(x, norm=norm, eps=eps)[0]
-    return normalised(x, norm, eps, looks=can_inspect(x, free=True))
+    return x if norm == "none" else units(x, norm=norm, eps=eps)[0]
 
 
 def token_unit(x: Tensor, norm: QKNorm, eps: float = EPS) -> Tensor:

@@ -325,14 +325,12 @@ class Memory(RuleParameters, MemoryLayer):
             before = state.gating if isinstance(state.gating, dict) else {}
             tensors = {f"gating[{n!r}]": (before.get(n), wanted.get(n)) for n in {**wanted, **before}}
             check_state(state, x, tensors, self.conv, **self.held)
-        asked, carried, skip = self.asked(x, state, **masks)
+        asked, (conv, segment, after), others, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
         if self.context is not None:
-            conv, segment, features, projection, gating = carried
-            conv, segment, gating = self.context.final((conv, segment, gating))
-            carried = conv, segment, features, projection, gating
-        return self.read_out(x, y), LayerState(memory, *carried)
+            conv, segment, after = self.context.final((conv, segment, after))
+        return self.read_out(x, y), LayerState(memory, conv, segment, *others, after)
 
     @property
     def shares(self) -> Shares:
@@ -350,9 +348,10 @@ class Memory(RuleParameters, MemoryLayer):
 
     def asked(
         self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None
-    ) -> tuple[ScanArguments, tuple[Any, ...], Tensor | None]:
-        """The arguments of the memory's scan, not yet checked; the fields of the layer's new state that are not the
-        memory's; and the term that is to be added to the memory's answers, None if there is none."""
+    ) -> tuple[ScanArguments, tuple[Any, Any, Any], tuple[Any, Any], Tensor | None]:
+        """The arguments of the memory's scan, not yet checked; of the layer's new state the fields of the convolution
+        and of the gating, and those of the feature memory and the projection; and the term that is to be added to the
+        memory's answers, None if there is none."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
         # [B, T, d_model] to queries, keys and values of all heads side by side.
         mixed, parts = self.qkv(x), self.splits
@@ -390,7 +389,7 @@ class Memory(RuleParameters, MemoryLayer):
         if self.query_projection != "none":
             q, k, projection = project_queries(self.query_projection, asked, projection)
             asked = asked._replace(config=self.projected, q=q, k=k, phi_params=None)
-        return asked, (conv, segment, features, projection, after or None), skip
+        return asked, (conv, segment, after or None), (features, projection), skip
 
     def _apply_gating(
         self, gating: GatingParameters, inputs: tuple[Any, ...], before: dict[str, Tensor] | None, masks: Masks
@@ -399,11 +398,9 @@ class Memory(RuleParameters, MemoryLayer):
         if self.context is None or not gating.gating.state_shapes(gating.sizes):
             return gating(*inputs, before, masks)
         few: Any = between((inputs, masks.write, masks.reset), 0, 0)
-
-        def like() -> dict[str, Tensor]:
-            return gating(*few[0], None, Masks(*few[1:]))[1]
-
-        written, after, anchor = self.context.relay(lambda state: gating(*inputs, state, masks), before, like)
+        written, after, anchor = self.context.relay(
+            lambda state: gating(*inputs, state, masks), before, lambda: gating(*few[0], None, Masks(*few[1:]))[1]
+        )
         return written._replace(v=written.v + anchor), after
 
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
