@@ -186,62 +186,57 @@ class SlidingAttention(nn.Module):
         q, k, v, conv = self._project(x, beside, state, write_mask, reset_mask)
         if write_mask is not None:  # never seen; zero, so that the state does not depend on it
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
-        if steady():
-            y, after = self._one_by_one(x, q, k, v, state, write_mask, reset_mask)
-            return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
+        tokens: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write_mask, "reset_mask": reset_mask}
+        y, after = (self._one_by_one if steady() else self._at_once)(q, tokens, state)
+        gate = None if self.output_gate is None else self.output_gate(x)
+        y = self.out(y.flatten(-2) if self.norm is None else readout(y, self.norm, gate))
+        return y, after._replace(conv=conv[0], conv_segment=conv[1])
+
+    def _at_once(self, q: Tensor, tokens: dict[str, Any], state: SlidingState | None) -> tuple[Tensor, SlidingState]:
+        """Answers `[B, T, H, D]` to queries, and the state after the tokens, which are arguments of `_enter`."""
         if self.context is None:
-            (k, v, entries), after = self._enter(x, k, v, state, write_mask, reset_mask)
+            (k, v, entries), after = self._enter(**tokens, state=state)
         else:  # handed on before anybody attends
-            arguments: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write_mask, "reset_mask": reset_mask}
             (k, v, entries), after, anchor = self.context.relay(
-                lambda state: self._enter(**arguments, state=state),
+                lambda state: self._enter(**tokens, state=state),
                 state,
-                lambda: self._enter(**between(arguments, 0, 0), state=None)[1],
+                lambda: self._enter(**between(tokens, 0, 0), state=None)[1],
             )
             k, after = k + anchor, self.context.final(after, alike=self.window is not None)
         if q.numel():
-            plain = entries.fresh and write_mask is None and reset_mask is None
-            y = self._attend(q, k, v, entries, plain=plain)
-        else:  # of no tokens every parameter has the gradient 0
-            unread = (k, v) if self.tokens is None else (k, v, self.tokens)
-            y = q + sum(part.sum().to(q.dtype) for part in unread)
-        return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
+            plain = entries.fresh and tokens["write_mask"] is None and tokens["reset_mask"] is None
+            return self._attend(q, k, v, entries, plain=plain), after
+        unread = (k, v) if self.tokens is None else (k, v, self.tokens)  # every parameter has the gradient 0
+        return q + sum(part.sum().to(q.dtype) for part in unread), after
 
-    def _answer(self, x: Tensor, y: Tensor) -> Tensor:
-        """Output `[B, T, d_model]` of the heads' answers `[B, T, H, D]`."""
-        gate = None if self.output_gate is None else self.output_gate(x)
-        return self.out(y.flatten(-2) if self.norm is None else readout(y, self.norm, gate))
-
-    def _one_by_one(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write: Mask, reset: Mask
-    ) -> tuple[Tensor, SlidingState]:
-        """Answers to queries `[B, T, H, D]`, and the state: each token as a batch row, with the entries before it, the
-        same number for all. [TAPE-EXACT-D1]"""
+    def _one_by_one(self, q: Tensor, tokens: dict[str, Any], state: SlidingState | None) -> tuple[Tensor, SlidingState]:
+        """`_at_once` with each token as a batch row, with the entries before it, the same number for all.
+        [TAPE-EXACT-D1]"""
+        masked = tokens["write_mask"] is not None or tokens["reset_mask"] is not None
         if self.context is not None:
             raise ConfigError(f"{self.name}: exact, and ranks that share a sequence cut it: leave one of them out")
-        if self.window is None and (write is not None or reset is not None):
+        if self.window is None and masked:
             raise ConfigError(
                 f"{self.name}: exact and window=None: padding and documents move the places that tokens are turned by; "
                 "give the attention a window, rows of one length and document, or leave exact out"
             )
-        state = self._enter(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
+        (batch, length), (_, state) = q.shape[:2], self._enter(**between(tokens, 0, 0), state=state)
         size, answers = 1, [q[:, :0]]  # masks move entries, and without a window every token has more of them
-        if self.window is not None and write is reset is None:
+        if self.window is not None and not masked:
             # Each token has its own copy of its window's entries: as many tokens at once as MOST allows.
-            size = max(1, MOST // (len(x) * self.window * self.d_model))
-        for at in range(0, x.shape[1], size):
-            tokens: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write, "reset_mask": reset, "q": q}
-            tokens = between(tokens, at, at + size)
+            size = max(1, MOST // (batch * self.window * self.d_model))
+        for at in range(0, length, size):
+            some = between(tokens, at, at + size)
             # [B, T, ...] to [B T, 1, ...]: each token a sequence of one, with the entries that it would have met.
-            rows = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), tokens)
-            present = torch.ones_like(tokens["k"][:, :, 0, 0, 0], dtype=torch.bool)
-            pairs = zip(state[:3], (tokens["k"], tokens["v"], present), strict=True)
+            rows = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), some)
+            query = q[:, at : at + size].flatten(0, 1).unsqueeze(1)
+            present = torch.ones_like(some["k"][:, :, 0, 0, 0], dtype=torch.bool)
+            pairs = zip(state[:3], (some["k"], some["v"], present), strict=True)
             places = state.present.shape[1]
             ahead = (torch.cat(pair, 1).unfold(1, places, 1)[:, :-1].movedim(-1, 2).flatten(0, 1) for pair in pairs)
-            query, _ = rows.pop("q"), tokens.pop("q")
             entries, _ = self._enter(**rows, state=SlidingState(*ahead))
-            answers.append(self._attend(query, *entries, plain=False).view(len(x), -1, *q.shape[2:]))
-            state = self._enter(**tokens, state=state)[1]
+            answers.append(self._attend(query, *entries, plain=False).view(batch, -1, *q.shape[2:]))
+            state = self._enter(**some, state=state)[1]
         return torch.cat(answers, 1), state
 
     def _project(
