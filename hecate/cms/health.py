@@ -120,10 +120,7 @@ def _answers(asked: ScanArguments, tokens: Sequence[int], lag: int, later: int, 
     copies, batch = len(tokens), len(asked.v)
     if asked.write_mask is None:
         asked = asked._replace(write_mask=asked.v.new_ones(asked.v.shape[:2], dtype=torch.bool))
-    alike: Any = {"phi_params": asked.phi_params, "initial": asked.initial}  # for all sequences
-    repeated: ScanArguments = pytree.tree_map_only(
-        Tensor, lambda x: x.repeat(copies, *[1] * (x.dim() - 1)), asked._replace(phi_params=None, initial=None)
-    )
+    repeated = asked.repeat(copies)
     copy, at = torch.arange(copies, device=asked.v.device), torch.tensor(tokens, device=asked.v.device)
 
     def by_copy(item: Any) -> Any:  # [N B, T, ...] to [N, B, T, ...]; copy n is changed at its token alone
@@ -136,7 +133,7 @@ def _answers(asked: ScanArguments, tokens: Sequence[int], lag: int, later: int, 
         by_copy(repeated.gates.lr)[copy, :, at] *= written
     else:
         by_copy(repeated.write_mask)[copy, :, at] &= written
-    y = by_copy(repeated._replace(**alike).scan()[0].double())
+    y = by_copy(repeated.scan()[0].double())
     return y[copy, :, at + lag].transpose(0, 1), y[copy, :, at + lag + later].transpose(0, 1)
 
 

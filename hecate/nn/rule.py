@@ -288,6 +288,16 @@ class ScanArguments(NamedTuple):
         )
         return self._replace(config=config, q=q, k=k, v=v, gates=gates, **masks)
 
+    def repeat(self, times: int) -> ScanArguments:
+        """The scan of all sequences repeated, one whole batch after the other."""
+        rule, initial, (batch, _, heads, width) = self.config, self.initial, self.v.shape
+        if initial is not None:  # it may be shared by all sequences
+            shapes = rule.structure.shapes(rule.feature_map.output_dim(self.k.shape[-1]), width)
+            initial = {name: item.expand(batch, heads, *shapes[name]) for name, item in initial.items()}
+        source = self._replace(phi_params=None, initial=initial)
+        copied = pytree.tree_map_only(Tensor, lambda x: x.repeat(times, *[1] * (x.dim() - 1)), source)
+        return copied._replace(phi_params=self.phi_params)
+
     def between(self, at: int, end: int, state: MemoryState | None) -> ScanArguments:
         """The scan of the tokens at <= t < end alone, from another state."""
         tokens = {name: getattr(self, name) for name in ("q", "k", "v", "gates", "write_mask", "reset_mask")}
