@@ -9,8 +9,8 @@ from pydantic import Field
 
 from hecate.checks import Count, Size, Taps
 from hecate.engine import MOST_LEVELS, tree_refusal
-from hecate.nn.arguments import Firing, check_firing
 from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, LayerConfig, QKNorm
+from hecate.nn.gates import Firing, check_firing
 from hecate.nn.rule import FeatureMemoryConfig, Projection, check_projection
 from hecate.retention import Retention
 from hecate.rule import MemoryConfig

@@ -11,17 +11,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from hecate.checks import MAX_SIZE, Depth, Size, Taps, check_shapes, expect_tokens, named, outside_vocabulary
-from hecate.cms import (
-    CMS,
-    Aggregation,
-    CMSConfig,
-    CMSState,
-    Composition,
-    LevelConfig,
-    Levels,
-    SelfReferenceConfig,
-    SelfReferential,
-)  # fmt: skip
+from hecate.cms import CMS, CMSConfig, CMSState, LevelConfig, SelfReferenceConfig, SelfReferential
+from hecate.cms.config import Aggregation, Composition, Levels
 from hecate.distributed.context import Shares
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.rollback import Recorded, advance, take_back

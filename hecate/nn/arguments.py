@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
+from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from hecate.rule import LAYER, LayerOptions, MemoryConfig
 from hecate.tape import Autodiff
 
 Mask = Tensor | None  # bool [B, T]; None stands for all tokens written, or none reset
-Firing = Literal["always", "learned"]
 S = TypeVar("S")
 
 
@@ -66,35 +65,6 @@ def check_engine(config: MemoryConfig, engine: EngineName, autodiff: Autodiff) -
     call's device and tensors is checked in each call."""
     check_exact(config, engine)
     expect_choice(autodiff, "autodiff", get_args(Autodiff))
-
-
-def check_firing(config: MemoryConfig, firing: Firing) -> None:
-    """Refuses a firing gate where an idle token would still change the memory."""
-    expect_choice(firing, "firing", get_args(Firing))
-    if firing == "always":
-        return
-    if config.writes > 1 or not config.gating.plain:
-        setting = f"writes={config.writes}" if config.writes > 1 else f"gating {config.gating.kind!r}"
-        raise ConfigError(f"firing='learned' holds one lr per token back, and {setting} makes others", path=("firing",))
-    if config.retention.uses_retain and "retain" in config.gating.replaces:
-        still = "makes the retain of idle tokens 1, and gating 'heads' with retain=False leaves it as it is"
-        raise ConfigError(f"firing='learned' {still}; set gating.retain, or firing='always'", path=("firing",))
-    if config.algorithm.kernel_form() is None:
-        raise ConfigError(
-            f"firing='learned' makes the lr of idle tokens 0, but algorithm {config.algorithm.kind!r} takes their "
-            "gradients into its own state whatever lr is; use algorithm 'gd' or 'momentum', or firing='always'",
-            path=("firing",),
-        )
-    generator = torch.Generator().manual_seed(0)
-    draw = torch.randn(1, 4, 4, generator=generator, dtype=torch.float64, device="cpu")
-    memory = config.retention.start(draw)
-    idle = config.retention.step(memory, torch.zeros_like(memory), memory.new_ones(1))
-    if not torch.allclose(idle, memory, rtol=1e-5, atol=1e-7):
-        raise ConfigError(
-            f"firing='learned' makes the retain of idle tokens 1, but retention {config.retention.kind!r} changes a "
-            "memory even so; use retention 'none' or 'decay', or firing='always'",
-            path=("firing",),
-        )
 
 
 def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tensor | None) -> None:

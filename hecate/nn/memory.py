@@ -18,19 +18,10 @@ from hecate.distributed.context import Context, Shares, context_scan
 from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks, Sizes, Written
-from hecate.nn.arguments import (
-    Firing,
-    check_engine,
-    check_firing,
-    check_options,
-    check_sequence,
-    check_sizes,
-    check_state,
-    check_type,
-)
+from hecate.nn.arguments import check_engine, check_options, check_sequence, check_sizes, check_state, check_type
 from hecate.nn.blocks import EPS, EXACT, form_of, layer_token, readout, token_kernels, units
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, token_unit
-from hecate.nn.gates import GateHeads
+from hecate.nn.gates import Firing, GateHeads, check_firing
 from hecate.nn.parameters import blank, redraw, source_of, unheard
 from hecate.nn.rule import (
     FeatureMemory,
@@ -369,7 +360,7 @@ class Memory(RuleParameters, MemoryLayer):
             q, k = units(q, k, norm=self.qk_norm, eps=self.qk_eps)
         if (shared := self.heads // self.key_heads) > 1:  # heads that share a query and a key
             q, k = q.repeat_interleave(shared, -2), k.repeat_interleave(shared, -2)
-        features = None if state is None else state.features
+        memory, _, _, features, projection, before = (None,) * 6 if state is None else state
         if self.feature_memory is not None:
             across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
             q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
@@ -380,10 +371,8 @@ class Memory(RuleParameters, MemoryLayer):
         if restart_mask is not None:
             reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.gating is not None:
-            before = None if state is None else state.gating
             written, after = self._apply_gating(self.gating, (x, q, k, v, gates), before, Masks(write_mask, reset_mask))
             (q, k, v, _, skip), gates = written, Gates(**written.gates)
-        memory, projection = (None, None) if state is None else (state.memory, state.projection)
         arguments: Any = (self.phi_params, self.initial.tensors, memory, write_mask, reset_mask)
         asked = ScanArguments(self.config, q, k, v, gates, *arguments)
         if self.query_projection != "none":

@@ -105,7 +105,7 @@ FAULTS = [
     *_of(
         "nn",
         "tests/nn/test_feature_memory.py tests/nn/test_laws.py",
-        ("memory", "None if state is None else state.features", "None"),
+        ("memory", "self.with_features(x, q, k, features,", "self.with_features(x, q, k, None,"),
         ("rule", "self.values(k), self.gates(x)", "self.values(q), self.gates(x)"),
         ("rule", '"initial": self.initial.tensors, ', ""),
     ),
