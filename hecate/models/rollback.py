@@ -101,10 +101,8 @@ def check_recorded(past: Recorded, count: int) -> None:
     """Refuses to take more tokens back than are recorded."""
     expect_count(count, "tokens to take back", 0)
     if count > past.tokens:
-        raise ConfigError(
-            f"{count} tokens are to be taken back, and {past.tokens} are recorded; draft fewer at once, or keep the "
-            "state ahead of them"
-        )
+        cure = "draft fewer at once, or keep the state ahead of them"
+        raise ConfigError(f"{count} tokens are to be taken back, and {past.tokens} are recorded; {cure}")
 
 
 def take_back(run: Run, past: Recorded, count: int) -> Recorded:

@@ -344,10 +344,8 @@ class PerformerAttention(nn.Module):
             )
         self.kernel, self.redraw_every = kernel, redraw_every
         if "feature_map" in options:
-            raise ConfigError(
-                "feature_map is made of kernel, num_features, orthogonal and norms here; leave it "
-                "out, or use LinearAttention with a feature_map of your own"
-            )
+            cure = "leave it out, or use LinearAttention with a feature_map of your own"
+            raise ConfigError(f"feature_map is made of kernel, num_features, orthogonal and norms here; {cure}")
         expect_choice(kernel, "kernel", get_args(Kernel))
         if kernel != "relu" and kernel_epsilon is not None:
             raise ConfigError(

@@ -153,12 +153,12 @@ class RuleParameters(HeldRule):
         self.config, self.rule, self.heads, self.d_value = config, config, heads, d_value
         self.gates = GateHeads(d_model, heads, config, d_key=d_key, firing=firing, **place)
         d_phi = config.feature_map.output_dim(d_key)
-        sizes = sizes._replace(writes=config.writes, weights=len(config.structure.shapes(d_phi, d_value)))
+        weights = config.structure.shapes(d_phi, d_value)
+        sizes = sizes._replace(writes=config.writes, weights=len(weights))
         self.gating = None if config.gating.plain else GatingParameters(config, sizes, **place)
         start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
-        weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
-        slots = slot_shapes(config, weights, d_phi, d_value)
         # Before any tensor is made: an algorithm's slots may be larger than the memory.
+        slots = slot_shapes(config, weights, d_phi, d_value)
         check_shapes(slots, f"narrow the state of algorithm {config.algorithm.kind!r}", heads)
         self.hold_features(config.feature_map, heads, d_key, **place)
         self.initial = TensorDict(start, learned=learned_initial, **place)
