@@ -204,8 +204,7 @@ class SlidingAttention(nn.Module):
             )
             k, after = k + anchor, self.context.final(after, alike=self.window is not None)
         if q.numel():
-            plain = entries.fresh and tokens["write_mask"] is None and tokens["reset_mask"] is None
-            return self._attend(q, k, v, entries, plain=plain), after
+            return self._attend(q, k, v, entries), after
         unread = (k, v) if self.tokens is None else (k, v, self.tokens)  # every parameter has the gradient 0
         return q + sum(part.sum().to(q.dtype) for part in unread), after
 
@@ -235,7 +234,7 @@ class SlidingAttention(nn.Module):
             places = state.present.shape[1]
             ahead = (torch.cat(pair, 1).unfold(1, places, 1)[:, :-1].movedim(-1, 2).flatten(0, 1) for pair in pairs)
             entries, _ = self._enter(**rows, state=SlidingState(*ahead))
-            answers.append(self._attend(query, *entries, plain=False).view(batch, -1, *q.shape[2:]))
+            answers.append(self._attend(query, *entries).view(batch, -1, *q.shape[2:]))
             state = self._enter(**some, state=state)[1]
         return torch.cat(answers, 1), state
 
@@ -279,7 +278,7 @@ class SlidingAttention(nn.Module):
         k, v = kv.unflatten(-1, (2, self.kv_heads, self.width)).unbind(-3)
         return (k if self.gain is None else normalise_qk(k, "rms")), v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, *, plain: bool) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> Tensor:
         """Answers `[B, T, H, D]` to queries from cache entries `[B, N, R, G, D]`."""
         if self.rotary:
             place = torch.arange(k.shape[1], device=k.device)
@@ -288,7 +287,7 @@ class SlidingAttention(nn.Module):
         # All chunks of all sequences are one batch; an entry's inputs are neighbours.
         k, v = (windows.reached(part).flatten(0, 1).flatten(1, 2) for part in (k, v))
         inputs, mask, blind = k.shape[1] // windows.reach, None, None
-        causal = plain and windows.reaches_all and inputs == 1 and not self.persistent
+        causal = entries.plain and windows.reaches_all and inputs == 1 and not self.persistent
         if not causal:
             visible = windows.visible()
             sequences = 1 if visible.shape[:2] == (1, 1) else q.shape[0]
@@ -335,7 +334,7 @@ class Entries(NamedTuple):
         query_document: of each new token, `[B or 1, T]`.
         rank: entry that each new token is, or would have been unmasked, `[B or 1, T]`.
         end: entries from here on are hidden from the token, `[B or 1, T]`.
-        fresh: whether there are no earlier calls.
+        plain: whether all are new tokens of one document, written one after the other.
     """
 
     order: Tensor | None
@@ -343,7 +342,7 @@ class Entries(NamedTuple):
     query_document: Tensor
     rank: Tensor
     end: Tensor
-    fresh: bool
+    plain: bool
 
     def in_order(self, x: Tensor) -> Tensor:
         """x `[B, N, ...]` of kept and new tokens, entry by entry."""
@@ -364,7 +363,7 @@ def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -
         document = torch.cat([past, document.expand(batch, -1)], 1)
     rank = cached + torch.arange(length, device=like.device).unsqueeze(0)
     if write is None:
-        return Entries(None, document, query_document, rank, rank + 1, present is None)
+        return Entries(None, document, query_document, rank, rank + 1, present is None and reset is None)
     count = write.cumsum(1)
     hidden = length - count[:, -1:]
     stays = torch.cat([write.new_ones(batch, cached), write], 1)
@@ -372,7 +371,7 @@ def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -
     order = stays.int().argsort(dim=1, stable=True)
     end = cached + hidden + count
     rank = end - write.long()
-    return Entries(order, document.gather(1, order), query_document, rank, end, present is None)
+    return Entries(order, document.gather(1, order), query_document, rank, end, plain=False)
 
 
 def last(x: Tensor, count: int | None) -> Tensor:
