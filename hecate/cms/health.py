@@ -63,9 +63,7 @@ def places(asked: ScanArguments, count: int = 4, later: int = LATER) -> list[int
     """At most `count` tokens, evenly spread, whose writes can be followed for `later` tokens in every sequence; if
     chunks commit as a whole, tokens that close a chunk."""
     length, lag = asked.v.shape[1], reading_lag(asked)
-    written = asked.v.new_ones(length, dtype=torch.bool)
-    if asked.write_mask is not None:
-        written = asked.write_mask.all(0)
+    written = asked.v.new_ones(length, dtype=torch.bool) if asked.write_mask is None else asked.write_mask.all(0)
     fits: list[int] = []
     for t in range(length - lag - later):
         whole = lag < 2 or (t + 1) % lag == 0

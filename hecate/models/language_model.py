@@ -291,9 +291,8 @@ class LanguageModel(nn.Module):
             self.block(config, f"layer {index}", generator, **place) for index in range(config.layers)
         )
         self.norm = RMSNorm(config.d_model, **place)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = blank(nn.Linear, config.d_model, config.vocab_size, bias=False, **place)
+        sizes = config.d_model, config.vocab_size
+        self.head = None if config.tie_embeddings else blank(nn.Linear, *sizes, bias=False, **place)
         redraw(generator, self.embedding, self.head)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -316,7 +316,6 @@ class GatedMLP(Layers):
         **place: Any,
     ) -> None:
         super().__init__()
-        place.setdefault("device", None)
         self.norm = norm_of(norm, width, **place)
         self.up = blank(nn.Linear, width, self.parts * hidden, bias=bias, **place)
         self.down = blank(nn.Linear, hidden, width, bias=bias, **place)

@@ -47,10 +47,8 @@ class GatingParameters(nn.Module):
         carried = {f"state of {name}": shape for name, shape in self.gating.state_shapes(sizes).items()}
         cure = f"lower d_model, heads or the widths that gating {self.gating.kind!r} sees"
         check_shapes({**shapes, **carried}, cure)
-        meta = without_numbers(place["dtype"])
-        self.params = TensorDict(
-            {name: torch.empty(shape, **meta) for name, shape in shapes.items()}, learned=True, **place
-        )
+        like = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        self.params = TensorDict(like, learned=True, **place)
 
     def draw(self, source: torch.Generator) -> None:
         """The starting values."""
@@ -237,9 +235,7 @@ class FeatureMemory(RuleParameters):
     ) -> None:
         sizes = Sizes(d_model, heads, d_key, config.width(d_key))
         super().__init__(sizes, config, learned_initial=learned_initial, **place)
-        self.target = None
-        if not config.residual:
-            self.target = nn.Parameter(torch.empty(heads, self.d_value, d_key, **place))
+        self.target = None if config.residual else nn.Parameter(torch.empty(heads, self.d_value, d_key, **place))
 
     def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
         """Draws everything anew; without `residual` the memory starts at weights that give answers."""

@@ -131,16 +131,12 @@ class SlidingAttention(nn.Module):
         self.query = blank(nn.Linear, d_model, d_model, bias=False, **place)
         self.key_value = blank(nn.Linear, d_model, 2 * kv_heads * self.width, bias=False, **place)
         self.out = blank(nn.Linear, d_model, d_model, bias=False, **place)
-        self.tokens = None
-        if persistent:
-            self.tokens = nn.Parameter(torch.empty(persistent, d_model, **place))
+        self.tokens = nn.Parameter(torch.empty(persistent, d_model, **place)) if persistent else None
         self.gain = nn.Parameter(torch.empty(heads, 1, **place)) if qk_norm == "rms" else None
         self.splits = d_model, 2 * kv_heads * self.width
         self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
-        self.output_gate = self.norm = None
-        if output_gate:
-            self.output_gate = blank(nn.Linear, d_model, d_model, bias=False, **place)
-            self.norm = nn.Parameter(torch.empty(heads, self.width, **place))
+        self.output_gate = blank(nn.Linear, d_model, d_model, bias=False, **place) if output_gate else None
+        self.norm = nn.Parameter(torch.empty(heads, self.width, **place)) if output_gate else None
         if self.out.weight.device.type != "meta":
             self.reset_parameters(generator)
 
