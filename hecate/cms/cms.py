@@ -272,10 +272,8 @@ class CMS(nn.Module):
         if not check_type(state, CMSState):
             return
         if len(state.levels) != len(self.levels):
-            raise ShapeError(
-                f"state.levels must hold one state for each of {len(self.levels)} levels, got {len(state.levels)}; was "
-                "it made by another layer?"
-            )
+            wanted = f"one state for each of {len(self.levels)} levels"
+            raise ShapeError(f"state.levels must hold {wanted}, got {len(state.levels)}; was it made by another layer?")
         check_state(state, x, {"written": (state.written, x.shape[:1])})
         expect(state.written, "B", name="state.written", dtype=torch.int64, like=x, other="x")
 

@@ -139,34 +139,24 @@ class SelfReferenceConfig(LayerConfig):
         """Reason why the rule cannot erase twice, and what to use; None if it can."""
         rule = self.memory
         if rule.structure.diagonal or not rule.structure.linear:
-            return (
-                f"the second erase multiplies a matrix by I - lr k k^T, and structure {rule.structure.kind!r} is none; "
-                "use structure 'matrix'"
-            )
+            second = "the second erase multiplies a matrix by I - lr k k^T"
+            return f"{second}, and structure {rule.structure.kind!r} is none; use structure 'matrix'"
         if not rule.forms.error:
-            return (
-                f"it adds the erase of delta gradient descent to that of bias l2, got bias {rule.bias.kind!r}; with "
-                "bias 'dot' the result is bias 'l2' and erase='once'"
-            )
+            adds = f"it adds the erase of delta gradient descent to that of bias l2, got bias {rule.bias.kind!r}"
+            return f"{adds}; with bias 'dot' the result is bias 'l2' and erase='once'"
         if rule.algorithm.kernel_form() is None:
-            return (
-                f"it is one gradient step with two terms, and algorithm {rule.algorithm.kind!r} is no gradient step; "
-                "use algorithm 'gd' or 'momentum'"
-            )
+            step = f"it is one gradient step with two terms, and algorithm {rule.algorithm.kind!r} is no gradient step"
+            return f"{step}; use algorithm 'gd' or 'momentum'"
         if rule.decay_order != "with_step":
-            return (
-                f"it decays and erases in one step, decay_order={rule.decay_order!r} one after the other; use "
-                "decay_order 'with_step'"
-            )
+            order = f"it decays and erases in one step, decay_order={rule.decay_order!r} one after the other"
+            return f"{order}; use decay_order 'with_step'"
         bound, limit = rule.key_bound, rule.algorithm.stable_step
         largest = None if rule.step != "raw" or bound is None else rule.diverging(self.erases * bound)
         if largest is None or bound is None:
             return None
-        return (
-            f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}, and algorithm "
-            f"{rule.algorithm.kind!r} diverges beyond {rule.algorithm.limits()}; use an lr of at most "
-            f"{limit / (2 * bound):g}"
-        )
+        size = f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}"
+        limits = f"algorithm {rule.algorithm.kind!r} diverges beyond {rule.algorithm.limits()}"
+        return f"{size}, and {limits}; use an lr of at most {limit / (2 * bound):g}"
 
 
 class Boxes(HeldRule):

@@ -305,10 +305,8 @@ class LanguageModel(nn.Module):
         """Logits of the next token at every position, and the state after the last one."""
         expect_tokens(tokens)
         if state is not None and len(state) != len(self.blocks):
-            raise ShapeError(
-                f"state must hold one state for each of {len(self.blocks)} layers, got {len(state)}; was it made by "
-                "another model?"
-            )
+            wanted = f"one state for each of {len(self.blocks)} layers"
+            raise ShapeError(f"state must hold {wanted}, got {len(state)}; was it made by another model?")
         x = self.embedded(tokens)
         carried: list[Any] = []
         masks: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}

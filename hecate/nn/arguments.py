@@ -100,10 +100,8 @@ def check_length(x: Tensor, what: str) -> None:
     """Refuses x `[B, T, ...]` if torch.export leaves T open, for code that loops over tokens in Python.
     [ENG-EXPORT-D1]"""
     if not isinstance(x.shape[1], int):
-        raise ConfigError(
-            f"{what} steps through a sequence by itself, and an exported program of open length has no such steps; "
-            "export one token, or a length that stays"
-        )
+        program = "an exported program of open length has no such steps; export one token, or a length that stays"
+        raise ConfigError(f"{what} steps through a sequence by itself, and {program}")
 
 
 def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:

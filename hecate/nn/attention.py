@@ -348,10 +348,8 @@ class PerformerAttention(nn.Module):
             raise ConfigError(f"feature_map is made of kernel, num_features, orthogonal and norms here; {cure}")
         expect_choice(kernel, "kernel", get_args(Kernel))
         if kernel != "relu" and kernel_epsilon is not None:
-            raise ConfigError(
-                f"kernel_epsilon={kernel_epsilon} is added to ReLU features, but kernel is "
-                f"{kernel!r}; leave it out or use kernel='relu'"
-            )
+            reason = f"kernel_epsilon={kernel_epsilon} is added to ReLU features, but kernel is {kernel!r}"
+            raise ConfigError(f"{reason}; leave it out or use kernel='relu'")
         fields: dict[str, Any] = {"num_features": num_features, "norms": norms, "kernel_epsilon": kernel_epsilon}
         fields = {name: value for name, value in fields.items() if value is not None} | {"orthogonal": orthogonal}
         phi = PerformerReLU(**fields) if kernel == "relu" else Favor(variant=kernel, **fields)
@@ -426,10 +424,8 @@ class PerformerAttention(nn.Module):
                 f"{name}: state must be the PerformerState that this layer returned, got {type(state).__name__}"
             )
         if return_attention:
-            raise ConfigError(
-                f"{name}: return_attention needs all tokens in one call, but a state holds sums "
-                "over earlier ones; pass the whole sequence without a state"
-            )
+            sums = "a state holds sums over earlier ones; pass the whole sequence without a state"
+            raise ConfigError(f"{name}: return_attention needs all tokens in one call, but {sums}")
         if not torch.compiler.is_compiling() and int(state.redraws) != int(self.redraws):
             raise ShapeError(
                 f"{name}: the state was summed with draws number {int(state.redraws)}, the layer is at "
