@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from hecate.distributed.context import Context, Shares
 from hecate.engine import EngineName, as_plain, log_linear_scan, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
-from hecate.nn.arguments import Mask, check_sequence, check_tensors, check_type
+from hecate.nn.arguments import Mask, check_sequence, check_state, check_type
 from hecate.nn.blocks import RMSNorm
 from hecate.nn.memory import where_rows
 from hecate.nn.parameters import draw_normal, redraw, source_of, sources_for
@@ -51,6 +51,8 @@ class CarryMemory(Memory):
     References: Log-Linear Attention (Guo et al., 2025, arXiv 2506.04761).
     """
 
+    shares: ClassVar[Shares] = "turns"  # levels are passed on from rank to rank
+
     def __init__(
         self,
         d_model: int,
@@ -71,11 +73,6 @@ class CarryMemory(Memory):
         self.level = nn.Parameter(torch.empty(heads, levels, **place))
         if not self.mixture.is_meta:
             self._draw_levels(generator)
-
-    @property
-    def shares(self) -> Shares:
-        """Mode of context parallelism: levels are passed on from rank to rank."""
-        return "turns"
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
@@ -275,11 +272,9 @@ class CMS(nn.Module):
         if not check_type(state, CMSState):
             return
         if len(state.levels) != len(self.levels):
-            raise ShapeError(
-                f"state.levels must hold one state for each of {len(self.levels)} levels, got {len(state.levels)}; was "
-                "it made by another layer?"
-            )
-        check_tensors(x, {"written": (state.written, x.shape[:1])})
+            wanted = f"one state for each of {len(self.levels)} levels"
+            raise ShapeError(f"state.levels must hold {wanted}, got {len(state.levels)}; was it made by another layer?")
+        check_state(state, x, {"written": (state.written, x.shape[:1])})
         expect(state.written, "B", name="state.written", dtype=torch.int64, like=x, other="x")
 
     def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, list[LayerState]]:
@@ -361,22 +356,20 @@ class CMS(nn.Module):
     ) -> tuple[CMS, CMSState | None]:
         """The layer and its state with a new level at index `at`, whose output is zero."""
         config = self.config
-        if config.composition == "chained":
-            raise ConfigError(
-                "a chained layer cannot grow without changing its function: levels pass on their outputs alone, and a "
-                "new level's output is zero; use composition 'sequential'"
-            )
-        if config.composition == "carry":
-            raise ConfigError(
-                "a tree has no place for another level: its levels share one level's projections and carry their "
-                "content up; start it with the carry_levels that the longest sequence needs"
-            )
-        if config.composition == "nested" and at:
-            raise ConfigError(
-                "a nested layer cannot take a slower level without changing its function: level "
+        refusals = {
+            "chained": "a chained layer cannot grow without changing its function: levels pass on their outputs alone, "
+            "and a new level's output is zero; use composition 'sequential'",
+            "carry": "a tree has no place for another level: its levels share one level's projections and carry their "
+            "content up; start it with the carry_levels that the longest sequence needs",
+        }
+        if at:
+            refusals["nested"] = (
+                f"a nested layer cannot take a slower level without changing its function: level "
                 f"{config.levels[-1].name!r} would restart from it at its first commit; use push_up, or composition "
                 "'sequential'"
             )
+        if config.composition in refusals:
+            raise ConfigError(refusals[config.composition])
         levels = (*config.levels[:at], level, *config.levels[at:])
         weight = self.memories[0].qkv.weight
         how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}

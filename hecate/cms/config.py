@@ -9,15 +9,15 @@ from pydantic import Field
 
 from hecate.checks import Count, Size, Taps
 from hecate.engine import MOST_LEVELS, tree_refusal
-from hecate.nn.arguments import Firing, check_firing
-from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
+from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, LayerConfig, QKNorm
+from hecate.nn.gates import Firing, check_firing
 from hecate.nn.rule import FeatureMemoryConfig, Projection, check_projection
 from hecate.retention import Retention
 from hecate.rule import MemoryConfig
 from hecate.variant import Config, Conflicts
 
 
-class LevelConfig(Config):
+class LevelConfig(LayerConfig):
     """One level: an `nn.Memory` that commits every `period` tokens.
 
     Fields:
@@ -49,8 +49,6 @@ class LevelConfig(Config):
     firing: Firing = "always"
     restart: Count | None = Field(None, ge=1)
     query_projection: Projection = "none"
-
-    settle = settle_layer
 
     def conflicts(self) -> Conflicts:
         """Settings that do not go with the period, `restart`, the firing gate or the query projection."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,9 +63,7 @@ def places(asked: ScanArguments, count: int = 4, later: int = LATER) -> list[int
     """At most `count` tokens, evenly spread, whose writes can be followed for `later` tokens in every sequence; if
     chunks commit as a whole, tokens that close a chunk."""
     length, lag = asked.v.shape[1], reading_lag(asked)
-    written = asked.v.new_ones(length, dtype=torch.bool)
-    if asked.write_mask is not None:
-        written = asked.write_mask.all(0)
+    written = asked.v.new_ones(length, dtype=torch.bool) if asked.write_mask is None else asked.write_mask.all(0)
     fits: list[int] = []
     for t in range(length - lag - later):
         whole = lag < 2 or (t + 1) % lag == 0
@@ -114,41 +112,27 @@ def write_strength(asked: ScanArguments, tokens: Sequence[int] | None = None, *,
     return Strength(k_tokens.cpu(), share, share_later, pull, pull_later, size.cpu())
 
 
-def _answers(asked: ScanArguments, tokens: Iterable[int], lag: int, later: int, written: bool) -> tuple[Tensor, Tensor]:
+def _answers(asked: ScanArguments, tokens: Sequence[int], lag: int, later: int, written: bool) -> tuple[Tensor, Tensor]:
     """Answers to the keys of tokens, `[B, N, H, V]`, once their writes can be read and `later` tokens after that; with
     the writes or without. It scans one copy of the sequences for each token."""
-    batch, length = asked.v.shape[:2]
-    q: list[Tensor] = []
-    masks: list[Tensor] = []
-    steps: list[Tensor] = []
-    mask = asked.v.new_ones(batch, length, dtype=torch.bool) if asked.write_mask is None else asked.write_mask
-    lr = asked.gates.lr if asked.config.commit == "chunk" else None
-    tokens = list(tokens)
-    for t in tokens:
-        key, writes = asked.q.clone(), mask.clone()
-        key[:, t + lag] = key[:, t + lag + later] = asked.k[:, t]
-        if isinstance(lr, Tensor):  # not by mask: a masked token is not counted, so its chunk would close later
-            steps.append(lr.clone())
-            steps[-1][:, t] *= written
-        else:
-            writes[:, t] &= written
-        q.append(key)
-        masks.append(writes)
-    copies = len(tokens)
+    copies, batch = len(tokens), len(asked.v)
+    if asked.write_mask is None:
+        asked = asked._replace(write_mask=asked.v.new_ones(asked.v.shape[:2], dtype=torch.bool))
+    repeated = asked.repeat(copies)
+    copy, at = torch.arange(copies, device=asked.v.device), torch.tensor(tokens, device=asked.v.device)
 
-    def repeat(item: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda x: x.repeat(copies, *[1] * (x.dim() - 1)), item)
+    def by_copy(item: Any) -> Any:  # [N B, T, ...] to [N, B, T, ...]; copy n is changed at its token alone
+        return item.unflatten(0, (copies, batch))
 
-    gates = repeat(asked.gates)
-    gates = gates._replace(lr=torch.cat(steps)) if steps else gates
-    copied = asked._replace(
-        q=torch.cat(q), k=repeat(asked.k), v=repeat(asked.v), gates=gates,
-        state=repeat(asked.state), write_mask=torch.cat(masks), reset_mask=repeat(asked.reset_mask),
-    )  # fmt: skip
-    y = copied.scan()[0].double().unflatten(0, (copies, batch))  # [N, B, T, H, V]
-    rows = torch.arange(copies, device=y.device)
-    at = torch.tensor(tokens, device=y.device) + lag
-    return y[rows, :, at].transpose(0, 1), y[rows, :, at + later].transpose(0, 1)
+    q = by_copy(repeated.q)
+    q[copy, :, at + lag] = q[copy, :, at + lag + later] = asked.k[:, at].transpose(0, 1)
+    if asked.config.commit == "chunk" and isinstance(repeated.gates.lr, Tensor):
+        # Not by mask: a masked token is not counted, so its chunk would close later.
+        by_copy(repeated.gates.lr)[copy, :, at] *= written
+    else:
+        by_copy(repeated.write_mask)[copy, :, at] &= written
+    y = by_copy(repeated.scan()[0].double())
+    return y[copy, :, at + lag].transpose(0, 1), y[copy, :, at + lag + later].transpose(0, 1)
 
 
 LevelCall = tuple[Tensor, Tensor, LayerState]  # a level's input and output, and its state after it

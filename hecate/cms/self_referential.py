@@ -14,15 +14,7 @@ from hecate.checks import Count, named
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Mask, check_engine, check_length, check_sequence, check_sizes, check_state, check_type
-from hecate.nn.conv import (
-    DEFAULT_CONV_KERNEL,
-    DEFAULT_QK_NORM,
-    QKNorm,
-    ShortConv,
-    convolved,
-    normalise_qk,
-    settle_layer,
-)
+from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, LayerConfig, QKNorm, ShortConv, convolved, normalise_qk
 from hecate.nn.gates import draw_gates, gate_starts, hold_gates
 from hecate.nn.memory import MemoryLayer, rule_repr, where_rows
 from hecate.nn.parameters import TensorDict, blank, without_numbers
@@ -32,13 +24,13 @@ from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.states import State
 from hecate.tape import Autodiff, execute, one
 from hecate.tape.bridge import can_inspect, without_autocast
-from hecate.variant import Config, Conflicts
+from hecate.variant import Conflicts
 
 Box = Literal["k", "v", "q", "lr", "retain", "momentum"]
 Weights = dict[str, Tensor]
 
 
-class SelfReferenceConfig(Config):
+class SelfReferenceConfig(LayerConfig):
     """A memory whose projections are memories of the same kind: boxes. [SELF-CONFIG-D1]
 
     Fields:
@@ -100,8 +92,6 @@ class SelfReferenceConfig(Config):
         """True if the state keeps the boxes as they were at the chunk's start."""
         return self.refers and self.period > 1
 
-    settle = settle_layer
-
     def conflicts(self) -> Conflicts:
         """Rules that boxes cannot have, and names that are not those of boxes."""
         memory, adaptive = self.memory, self.adaptive or ()
@@ -149,34 +139,24 @@ class SelfReferenceConfig(Config):
         """Reason why the rule cannot erase twice, and what to use; None if it can."""
         rule = self.memory
         if rule.structure.diagonal or not rule.structure.linear:
-            return (
-                f"the second erase multiplies a matrix by I - lr k k^T, and structure {rule.structure.kind!r} is none; "
-                "use structure 'matrix'"
-            )
+            second = "the second erase multiplies a matrix by I - lr k k^T"
+            return f"{second}, and structure {rule.structure.kind!r} is none; use structure 'matrix'"
         if not rule.forms.error:
-            return (
-                f"it adds the erase of delta gradient descent to that of bias l2, got bias {rule.bias.kind!r}; with "
-                "bias 'dot' the result is bias 'l2' and erase='once'"
-            )
+            adds = f"it adds the erase of delta gradient descent to that of bias l2, got bias {rule.bias.kind!r}"
+            return f"{adds}; with bias 'dot' the result is bias 'l2' and erase='once'"
         if rule.algorithm.kernel_form() is None:
-            return (
-                f"it is one gradient step with two terms, and algorithm {rule.algorithm.kind!r} is no gradient step; "
-                "use algorithm 'gd' or 'momentum'"
-            )
+            step = f"it is one gradient step with two terms, and algorithm {rule.algorithm.kind!r} is no gradient step"
+            return f"{step}; use algorithm 'gd' or 'momentum'"
         if rule.decay_order != "with_step":
-            return (
-                f"it decays and erases in one step, decay_order={rule.decay_order!r} one after the other; use "
-                "decay_order 'with_step'"
-            )
+            order = f"it decays and erases in one step, decay_order={rule.decay_order!r} one after the other"
+            return f"{order}; use decay_order 'with_step'"
         bound, limit = rule.key_bound, rule.algorithm.stable_step
         largest = None if rule.step != "raw" or bound is None else rule.diverging(self.erases * bound)
         if largest is None or bound is None:
             return None
-        return (
-            f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}, and algorithm "
-            f"{rule.algorithm.kind!r} diverges beyond {rule.algorithm.limits()}; use an lr of at most "
-            f"{limit / (2 * bound):g}"
-        )
+        size = f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}"
+        limits = f"algorithm {rule.algorithm.kind!r} diverges beyond {rule.algorithm.limits()}"
+        return f"{size}, and {limits}; use an lr of at most {limit / (2 * bound):g}"
 
 
 class Boxes(HeldRule):
@@ -385,8 +365,7 @@ class SelfReferential(MemoryLayer):
             self.feature_memory = FeatureMemory(d_model, heads, inner, d_key=width, learned_initial=True, **place)
         self.hold_output(d_model, heads, width, output_gate, **place)
         if self.into.weight.device.type != "meta":
-            self._draw(generator)
-            self._warn()
+            self.reset_parameters(generator)
 
     def _first_and_rule(self) -> tuple[nn.Linear, Any]:
         return self.into, self.boxes
@@ -471,8 +450,7 @@ class SelfReferential(MemoryLayer):
         for name in {**wanted, **state.boxes.memory, **state.anchor}:
             tensors[f"boxes.memory[{name!r}]"] = (state.boxes.memory.get(name), wanted.get(name))
             tensors[f"anchor[{name!r}]"] = (state.anchor.get(name), anchor.get(name))
-        features = self.feature_memory is not None
-        check_state(state, self.conv, x, tensors, features=features)
+        check_state(state, x, tensors, self.conv, features=self.feature_memory is not None)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

@@ -19,8 +19,8 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.hf.adopt import FLOATS, called_with, starts_of_documents
 from hecate.hf.cache import no_continuous_batching, record_drafts, remembering
 from hecate.nn import FeatureMemoryConfig, LayerState, Memory
-from hecate.nn.arguments import Firing
 from hecate.nn.conv import QKNorm
+from hecate.nn.gates import Firing
 from hecate.nn.rule import Projection
 from hecate.rule import MemoryConfig
 from hecate.variant import Config

@@ -21,7 +21,7 @@ from hecate.hf.adopt import Told, hook_models, layers_run, masks_of, official, r
 from hecate.hf.cache import remembering
 from hecate.hf.layers import RULES, arguments_of, from_layer
 from hecate.nn import Memory
-from hecate.nn.arguments import Firing
+from hecate.nn.gates import Firing
 from hecate.nn.parameters import draw_normal
 from hecate.phi import MLP
 from hecate.rule import LAYER, MemoryConfig

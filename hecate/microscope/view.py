@@ -91,7 +91,7 @@ def implicit_attention(asked: ScanArguments) -> Attention:
     ones = torch.eye(copies * stride, dtype=asked.v.dtype, device=asked.v.device)[:, :length]
     values = torch.cat([ones.unflatten(0, (copies, stride)).mT, ones.new_zeros(1, length, stride)])
     values = values[:, None, :, None].expand(-1, batch, -1, heads, width).flatten(0, 1)
-    y, _ = _repeat(asked, copies + 1)._replace(v=values).scan()
+    y, _ = asked.repeat(copies + 1)._replace(v=values).scan()
     y = y.unflatten(0, (copies + 1, batch)).transpose(2, 3)
     weights, start = y[:-1] - y[-1], y[-1]
     weights = weights.movedim(0, 3) if diagonal else weights.movedim(0, 3).flatten(3)[..., :length]
@@ -102,17 +102,6 @@ def implicit_attention(asked: ScanArguments) -> Attention:
     if length:
         _check(asked, attention)
     return attention
-
-
-def _repeat(asked: ScanArguments, times: int) -> ScanArguments:
-    """The arguments with all sequences repeated, one whole batch after the other."""
-    rule, initial, (batch, _, heads, width) = asked.config, asked.initial, asked.v.shape
-    if initial is not None:  # it may be shared by all sequences
-        shapes = rule.structure.shapes(rule.feature_map.output_dim(asked.k.shape[-1]), width)
-        initial = {name: item.expand(batch, heads, *shapes[name]) for name, item in initial.items()}
-    source = asked._replace(phi_params=None, initial=initial)
-    copied = pytree.tree_map_only(Tensor, lambda x: x.repeat(times, *[1] * (x.dim() - 1)), source)
-    return copied._replace(phi_params=asked.phi_params)
 
 
 def _check(asked: ScanArguments, attention: Attention) -> None:

@@ -11,28 +11,19 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from hecate.checks import MAX_SIZE, Depth, Size, Taps, check_shapes, expect_tokens, named, outside_vocabulary
-from hecate.cms import (
-    CMS,
-    Aggregation,
-    CMSConfig,
-    CMSState,
-    Composition,
-    LevelConfig,
-    Levels,
-    SelfReferenceConfig,
-    SelfReferential,
-)  # fmt: skip
+from hecate.cms import CMS, CMSConfig, CMSState, LevelConfig, SelfReferenceConfig, SelfReferential
+from hecate.cms.config import Aggregation, Composition, Levels
 from hecate.distributed.context import Shares
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.rollback import Recorded, advance, take_back
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
 from hecate.nn.blocks import GatedMLP, Layers, RMSNorm, add_norm, gated_product, hidden_width, token_kernels
-from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
+from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, LayerConfig, QKNorm
 from hecate.nn.parameters import blank, redraw, unheard
 from hecate.rule import MemoryConfig
 from hecate.states import State
-from hecate.variant import Config, Conflicts
+from hecate.variant import Conflicts
 
 
 class Scanned(NamedTuple):
@@ -45,10 +36,10 @@ class Scanned(NamedTuple):
     window: int | None = None
 
 
-def _scans(
-    path: str, memory: MemoryConfig, features: FeatureMemoryConfig | None, d_key: int, d_value: int
-) -> dict[str, Scanned]:
-    """A memory, and its feature memory if it has one, by path."""
+def _scans(path: str, layer: LanguageModelConfig | LevelConfig, memory: MemoryConfig, head: int) -> dict[str, Scanned]:
+    """The memory of a layer, and its feature memory if it has one, by path; `head` is the width of keys and values that
+    have none of their own."""
+    features, d_key, d_value = layer.feature_memory, layer.d_key or head, layer.d_value or head
     if features is None:
         return {f"{path}memory": Scanned(memory, d_key, d_value)}
     width = features.width(d_key)  # the width that the memory's phi gets
@@ -60,7 +51,7 @@ _JOIN = ("composition", "aggregation", "carry_levels")
 _AROUND = ("conv_kernel", "output_gate", "feature_memory")
 
 
-class LanguageModelConfig(Config):
+class LanguageModelConfig(LayerConfig):
     """Sizes of a `LanguageModel`, and the layers that mix tokens in its blocks. [LM-MIXER-D1]
 
     The default is one memory per block. `levels` replaces it by a continuum of memories, `self_reference` by a
@@ -108,14 +99,12 @@ class LanguageModelConfig(Config):
     mlp_ratio: float = Field(2.0, ge=0, le=MAX_SIZE)
     tie_embeddings: bool = True
 
-    settle = settle_layer
-
     def conflicts(self) -> Conflicts:
         """Sizes that do not fit, settings without effect, and anything that the layers of a block refuse."""
         if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
             yield ("heads",), f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value"
         hidden_width(self.d_model, self.mlp_ratio, "d_model")
-        scans = _scans("", self.memory, self.feature_memory, *self._widths())
+        scans = _scans("", self, self.memory, self.d_model // self.heads)
         for field, (memory, key, value, _) in sorted(scans.items()):
             try:
                 memory.structure.shapes(memory.feature_map.output_dim(key), value)
@@ -149,24 +138,18 @@ class LanguageModelConfig(Config):
         scans: dict[str, Scanned] = {}
         head = self.d_model // self.heads
         if self.plain:
-            scans |= _scans("", self.memory, self.feature_memory, *self._widths())
+            scans |= _scans("", self, self.memory, head)
         elif self.self_reference is not None:
             inner, features = self.self_reference, self.feature_memory
             scans["self_reference.memory"] = Scanned(inner.memory, head, head, inner.period if inner.refers else None)
             if features is not None:
                 scans["feature_memory"] = Scanned(features, head, features.width(head))
         for index, level in enumerate(self.levels):
-            width = self.d_model // (level.heads or self.heads)
-            widths = level.d_key or width, level.d_value or width
-            scans |= _scans(f"levels[{index}].", level.rule, level.feature_memory, *widths)
+            scans |= _scans(f"levels[{index}].", level, level.rule, self.d_model // (level.heads or self.heads))
         return scans
 
     def _is_set(self, field: str) -> bool:
         return bool(getattr(self, field) != type(self).model_fields[field].default)
-
-    def _widths(self) -> tuple[int, int]:
-        width = self.d_model // self.heads
-        return self.d_key or width, self.d_value or width
 
 
 class _BlockFields(NamedTuple):
@@ -308,9 +291,8 @@ class LanguageModel(nn.Module):
             self.block(config, f"layer {index}", generator, **place) for index in range(config.layers)
         )
         self.norm = RMSNorm(config.d_model, **place)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = blank(nn.Linear, config.d_model, config.vocab_size, bias=False, **place)
+        sizes = config.d_model, config.vocab_size
+        self.head = None if config.tie_embeddings else blank(nn.Linear, *sizes, bias=False, **place)
         redraw(generator, self.embedding, self.head)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -323,10 +305,8 @@ class LanguageModel(nn.Module):
         """Logits of the next token at every position, and the state after the last one."""
         expect_tokens(tokens)
         if state is not None and len(state) != len(self.blocks):
-            raise ShapeError(
-                f"state must hold one state for each of {len(self.blocks)} layers, got {len(state)}; was it made by "
-                "another model?"
-            )
+            wanted = f"one state for each of {len(self.blocks)} layers"
+            raise ShapeError(f"state must hold {wanted}, got {len(state)}; was it made by another model?")
         x = self.embedded(tokens)
         carried: list[Any] = []
         masks: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}

@@ -219,17 +219,13 @@ class LinearTransformer(nn.Module):
     def _check(self, x: Tensor, state: TransformerState | None) -> None:
         window = self.config.window_size
         if window is not None and x.shape[1] > window:
-            raise ShapeError(
-                f"x has {x.shape[1]} tokens, more than window_size={window}; pass them in pieces "
-                "with the state, or build the model with a larger window_size or None"
-            )
+            cure = "pass them in pieces with the state, or build the model with a larger window_size or None"
+            raise ShapeError(f"x has {x.shape[1]} tokens, more than window_size={window}; {cure}")
         if state is None:
             return
         if not self.config.causal:
-            raise ShapeError(
-                "a model with causal=False looks at a sequence as a whole and takes no state; pass "
-                "all its tokens at once, or build it with causal=True"
-            )
+            cure = "pass all its tokens at once, or build it with causal=True"
+            raise ShapeError(f"a model with causal=False looks at a sequence as a whole and takes no state; {cure}")
         expected = x.shape[0], self.config.hidden_size
         fits = isinstance(state, TransformerState) and len(state.layers) == len(self.layers)
         if fits and self.config.output == "last":

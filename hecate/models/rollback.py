@@ -85,29 +85,24 @@ def advance(
 
     A longer call is split in two, of which only the second, the last `most` tokens, is recorded.
     """
-    state, calls, outputs = past.state, past.calls, []
-    whole = RecordedCall(state, x, write_mask, reset_mask)
-    edge = max(0, x.shape[1] - most)
-    if edge:
-        first = whole.part(0, edge)
-        y, state = run(first.x, state, **first.masks)
-        outputs.append(y)
-        rest = whole.part(edge, x.shape[1])
+    call = RecordedCall(past.state, x, write_mask, reset_mask)
+    edge = x.shape[1] - most
+    if edge > 0:
+        first, rest = call.part(0, edge), call.part(edge, x.shape[1])
+        y, state = run(first.x, past.state, **first.masks)
         # A clone: a view of the inputs would keep all of them in memory.
-        whole, calls = RecordedCall(state, rest.x.clone(), rest.write_mask, rest.reset_mask), ()
-    y, state = run(whole.x, state, **whole.masks)
-    outputs.append(y)
-    return outputs[0] if not edge else torch.cat(outputs, 1), Recorded(state, _shorten([*calls, whole], most))
+        more, after = advance(run, rest.x.clone(), Recorded(state, ()), most, **rest.masks)
+        return torch.cat([y, more], 1), after
+    y, state = run(x, past.state, **call.masks)
+    return y, Recorded(state, _shorten([*past.calls, call], most))
 
 
 def check_recorded(past: Recorded, count: int) -> None:
     """Refuses to take more tokens back than are recorded."""
     expect_count(count, "tokens to take back", 0)
     if count > past.tokens:
-        raise ConfigError(
-            f"{count} tokens are to be taken back, and {past.tokens} are recorded; draft fewer at once, or keep the "
-            "state ahead of them"
-        )
+        cure = "draft fewer at once, or keep the state ahead of them"
+        raise ConfigError(f"{count} tokens are to be taken back, and {past.tokens} are recorded; {cure}")
 
 
 def take_back(run: Run, past: Recorded, count: int) -> Recorded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
+from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from hecate.rule import LAYER, LayerOptions, MemoryConfig
 from hecate.tape import Autodiff
 
 Mask = Tensor | None  # bool [B, T]; None stands for all tokens written, or none reset
-Firing = Literal["always", "learned"]
 S = TypeVar("S")
 
 
@@ -68,35 +67,6 @@ def check_engine(config: MemoryConfig, engine: EngineName, autodiff: Autodiff) -
     expect_choice(autodiff, "autodiff", get_args(Autodiff))
 
 
-def check_firing(config: MemoryConfig, firing: Firing) -> None:
-    """Refuses a firing gate where an idle token would still change the memory."""
-    expect_choice(firing, "firing", get_args(Firing))
-    if firing == "always":
-        return
-    if config.writes > 1 or not config.gating.plain:
-        setting = f"writes={config.writes}" if config.writes > 1 else f"gating {config.gating.kind!r}"
-        raise ConfigError(f"firing='learned' holds one lr per token back, and {setting} makes others", path=("firing",))
-    if config.retention.uses_retain and "retain" in config.gating.replaces:
-        still = "makes the retain of idle tokens 1, and gating 'heads' with retain=False leaves it as it is"
-        raise ConfigError(f"firing='learned' {still}; set gating.retain, or firing='always'", path=("firing",))
-    if config.algorithm.kernel_form() is None:
-        raise ConfigError(
-            f"firing='learned' makes the lr of idle tokens 0, but algorithm {config.algorithm.kind!r} takes their "
-            "gradients into its own state whatever lr is; use algorithm 'gd' or 'momentum', or firing='always'",
-            path=("firing",),
-        )
-    generator = torch.Generator().manual_seed(0)
-    draw = torch.randn(1, 4, 4, generator=generator, dtype=torch.float64, device="cpu")
-    memory = config.retention.start(draw)
-    idle = config.retention.step(memory, torch.zeros_like(memory), memory.new_ones(1))
-    if not torch.allclose(idle, memory, rtol=1e-5, atol=1e-7):
-        raise ConfigError(
-            f"firing='learned' makes the retain of idle tokens 1, but retention {config.retention.kind!r} changes a "
-            "memory even so; use retention 'none' or 'decay', or firing='always'",
-            path=("firing",),
-        )
-
-
 def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tensor | None) -> None:
     """Refuses an input that does not fit a layer's first weight `[out, d_model]`, and masks that do not fit the input;
     checks nothing while `torch.compile` traces."""
@@ -130,10 +100,8 @@ def check_length(x: Tensor, what: str) -> None:
     """Refuses x `[B, T, ...]` if torch.export leaves T open, for code that loops over tokens in Python.
     [ENG-EXPORT-D1]"""
     if not isinstance(x.shape[1], int):
-        raise ConfigError(
-            f"{what} steps through a sequence by itself, and an exported program of open length has no such steps; "
-            "export one token, or a length that stays"
-        )
+        program = "an exported program of open length has no such steps; export one token, or a length that stays"
+        raise ConfigError(f"{what} steps through a sequence by itself, and {program}")
 
 
 def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:
@@ -147,40 +115,32 @@ def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:
     return True
 
 
-def check_tensors(x: Tensor, tensors: dict[str, tuple[Tensor | None, Any]], name: str = "") -> None:
-    """Refuses tensors of a state that do not have the shapes given with them (None: no tensor), or not the device of
-    the input."""
+def check_state(
+    state: Any, x: Tensor, tensors: dict[str, Any], conv: ShortConv | None = None, name: str = "", /, **needed: bool
+) -> None:
+    """Refuses a state, of the layer's own type, that another layer or batch made, or that is on another device.
+
+    `tensors` are some of the state's, each with the shape that it must have (None: no tensor); to them come those of
+    the convolution. `needed` says of the states of `features` and `projection` whether there must be one.
+    """
+    layer = f"{name}: " if name else ""
+    for field, has in needed.items():
+        if (getattr(state, field) is not None) != has:
+            what = {"features": "feature memory", "projection": "query projection"}[field]
+            raise ShapeError(
+                f"state.{field} is {'None' if has else 'a state'}, but this layer has {'a' if has else 'no'} {what}; "
+                "was it made by another layer?"
+            )
+    inputs = None if conv is None else (len(x), conv.kernel - 1, conv.weight.shape[1])
+    tensors = {**tensors, "conv": (getattr(state, "conv", None), inputs)}
+    if (segment := getattr(state, "conv_segment", None)) is not None:  # there since a reset_mask was given
+        tensors["conv_segment"] = (segment, None if inputs is None else inputs[:2])
     for field, (tensor, expected) in tensors.items():
         shape, expected = None if tensor is None else list(tensor.shape), None if expected is None else list(expected)
         if shape != expected:
             raise ShapeError(
-                f"{f'{name}: ' if name else ''}state.{field} must be {expected} for this layer and {len(x)} sequences, "
-                f"got {shape}; was it made by another layer or with another batch?"
+                f"{layer}state.{field} must be {expected} for this layer and {len(x)} sequences, got {shape}; was it "
+                "made by another layer or with another batch?"
             )
         if tensor is not None:
-            expect_beside(tensor, x, f"{f'{name}: ' if name else ''}state.{field}", "x")
-
-
-def check_state(state: Any, conv: ShortConv | None, x: Tensor, tensors: dict[str, Any], **needed: bool) -> None:
-    """Refuses a state, of the layer's own type, that another layer or batch made.
-
-    `tensors` are some of the state's, as in `check_tensors`; to them come those of the convolution. `needed` says of
-    the states of `features` and `projection` whether there must be one.
-    """
-    for name, has in needed.items():
-        if (getattr(state, name) is not None) != has:
-            what = {"features": "feature memory", "projection": "query projection"}[name]
-            raise ShapeError(
-                f"state.{name} is {'None' if has else 'a state'}, but this layer has {'a' if has else 'no'} {what}; "
-                "was it made by another layer?"
-            )
-    check_tensors(x, {**tensors, **conv_tensors(state, conv, len(x))})
-
-
-def conv_tensors(state: Any, conv: ShortConv | None, batch: int) -> dict[str, tuple[Tensor | None, Any]]:
-    """A convolution's part of a state, for `check_tensors`."""
-    inputs = None if conv is None else (batch, conv.kernel - 1, conv.weight.shape[1])
-    tensors: dict[str, tuple[Tensor | None, Any]] = {"conv": (state.conv, inputs)}
-    if state.conv_segment is not None:  # there since a reset_mask was given
-        tensors["conv_segment"] = (state.conv_segment, None if inputs is None else inputs[:2])
-    return tensors
+            expect_beside(tensor, x, f"{layer}state.{field}", "x")

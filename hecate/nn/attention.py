@@ -216,22 +216,15 @@ class LinearAttention(FeatureParameters):
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be a number in [0, 1), got {shorten(self.dropout)}")
         check_options(self.feature_map, **self._options())
-        if self.d_context is None:
-            return
-        if self.causal:
-            raise ConfigError(
-                f"causal=True with d_context={self.d_context}: the tokens of x and of context have no "
-                "common order; set causal=False"
-            )
-        for what, kind, needs in (
-            ("positions", self.positions.kind, self.positions.needs_order),
-            ("feature_map", self.feature_map.kind, self.feature_map.needs_position),
+        order = "the tokens of x and of context have no common order; set causal=False"
+        apart = "x and context count their tokens apart, so no distance lies between them; choose one without positions"
+        for option, orders, reason in (
+            ("causal=True", self.causal, order),
+            (f"positions {self.positions.kind!r}", self.positions.needs_order, apart),
+            (f"feature_map {self.feature_map.kind!r}", self.feature_map.needs_position, apart),
         ):
-            if needs:
-                raise ConfigError(
-                    f"{what} {kind!r} with d_context={self.d_context}: x and context count their "
-                    "tokens apart, so no distance lies between them; choose one without positions"
-                )
+            if orders and self.d_context is not None:
+                raise ConfigError(f"{option} with d_context={self.d_context}: {reason}")
 
     def _check_inputs(
         self, x: Tensor, state: MemoryState | None, context: Tensor | None, masks: dict[str, Mask]
@@ -239,24 +232,22 @@ class LinearAttention(FeatureParameters):
         write_mask, reset_mask, cu_seqlens = masks.values()
         if self.d_context is None:
             if context is not None:
-                raise ConfigError(
-                    f"{self.name}: a context is given, but the layer was built for self-attention; "
-                    "build it with d_context=..."
-                )
+                built = "the layer was built for self-attention; build it with d_context=..."
+                raise ConfigError(f"{self.name}: a context is given, but {built}")
             check_sequence(self.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
             return
         if reset_mask is not None or cu_seqlens is not None:
+            cure = "give every document a row of its own, with write_mask over context"
             raise ConfigError(
-                f"{self.name}: documents packed into one row cannot be told apart in "
-                "cross-attention; give every document a row of its own, with write_mask over context"
+                f"{self.name}: documents packed into one row cannot be told apart in cross-attention; {cure}"
             )
         check_sequence(self.query.weight, x)
         if context is not None:
             check_sequence(self.key_value.weight, context, "context", write_mask=write_mask)
         elif state is None or write_mask is not None:
+            masked = "" if write_mask is None else "; write_mask is over context, and there is none"
             raise ConfigError(
-                f"{self.name}: cross-attention needs a context, or the state of one to read again"
-                + ("" if write_mask is None else "; write_mask is over context, and there is none")
+                f"{self.name}: cross-attention needs a context, or the state of one to read again{masked}"
             )
 
     def extra_repr(self) -> str:
@@ -353,16 +344,12 @@ class PerformerAttention(nn.Module):
             )
         self.kernel, self.redraw_every = kernel, redraw_every
         if "feature_map" in options:
-            raise ConfigError(
-                "feature_map is made of kernel, num_features, orthogonal and norms here; leave it "
-                "out, or use LinearAttention with a feature_map of your own"
-            )
+            cure = "leave it out, or use LinearAttention with a feature_map of your own"
+            raise ConfigError(f"feature_map is made of kernel, num_features, orthogonal and norms here; {cure}")
         expect_choice(kernel, "kernel", get_args(Kernel))
         if kernel != "relu" and kernel_epsilon is not None:
-            raise ConfigError(
-                f"kernel_epsilon={kernel_epsilon} is added to ReLU features, but kernel is "
-                f"{kernel!r}; leave it out or use kernel='relu'"
-            )
+            reason = f"kernel_epsilon={kernel_epsilon} is added to ReLU features, but kernel is {kernel!r}"
+            raise ConfigError(f"{reason}; leave it out or use kernel='relu'")
         fields: dict[str, Any] = {"num_features": num_features, "norms": norms, "kernel_epsilon": kernel_epsilon}
         fields = {name: value for name, value in fields.items() if value is not None} | {"orthogonal": orthogonal}
         phi = PerformerReLU(**fields) if kernel == "relu" else Favor(variant=kernel, **fields)
@@ -437,10 +424,8 @@ class PerformerAttention(nn.Module):
                 f"{name}: state must be the PerformerState that this layer returned, got {type(state).__name__}"
             )
         if return_attention:
-            raise ConfigError(
-                f"{name}: return_attention needs all tokens in one call, but a state holds sums "
-                "over earlier ones; pass the whole sequence without a state"
-            )
+            sums = "a state holds sums over earlier ones; pass the whole sequence without a state"
+            raise ConfigError(f"{name}: return_attention needs all tokens in one call, but {sums}")
         if not torch.compiler.is_compiling() and int(state.redraws) != int(self.redraws):
             raise ShapeError(
                 f"{name}: the state was summed with draws number {int(state.redraws)}, the layer is at "

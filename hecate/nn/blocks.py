@@ -287,10 +287,8 @@ class Layers(nn.Module):
 def hidden_width(width: int, ratio: float, name: str) -> int:
     """Number of hidden units for a `mlp_ratio` and a width, which errors call `name`: 0, or at least one."""
     if 0 < ratio * width < 1:
-        raise ConfigError(
-            f"gives no hidden unit at {name}={width}, got {ratio:g}; set it to 0 or to at least {1 / width:g}",
-            path=("mlp_ratio",),
-        )
+        cure = f"set it to 0 or to at least {1 / width:g}"
+        raise ConfigError(f"gives no hidden unit at {name}={width}, got {ratio:g}; {cure}", path=("mlp_ratio",))
     return int(ratio * width)
 
 
@@ -318,7 +316,6 @@ class GatedMLP(Layers):
         **place: Any,
     ) -> None:
         super().__init__()
-        place.setdefault("device", None)
         self.norm = norm_of(norm, width, **place)
         self.up = blank(nn.Linear, width, self.parts * hidden, bias=bias, **place)
         self.down = blank(nn.Linear, hidden, width, bias=bias, **place)

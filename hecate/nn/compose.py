@@ -185,15 +185,11 @@ class Composed(nn.Module):
         super().__init__()
         config = AttentionConfig.model_validate({} if config is None else config)
         if memory is not None and not config.has_memory:
-            raise ConfigError(
-                f"kind 'attention' has no memory, got a {type(memory).__name__}; choose kind 'mag', 'mal' or 'mac', or "
-                "leave it out"
-            )
+            cure = "choose kind 'mag', 'mal' or 'mac', or leave it out"
+            raise ConfigError(f"kind 'attention' has no memory, got a {type(memory).__name__}; {cure}")
         if config.has_memory and not isinstance(memory, nn.Module):
-            raise ConfigError(
-                f"kind {config.kind!r} needs a memory layer, got {shorten(memory)}; give one, or choose kind "
-                "'attention'"
-            )
+            cure = "give one, or choose kind 'attention'"
+            raise ConfigError(f"kind {config.kind!r} needs a memory layer, got {shorten(memory)}; {cure}")
         width = getattr(memory, "d_model", d_model)
         if width != d_model:
             raise ConfigError(f"d_model={d_model}, but the memory layer's d_model is {width}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ from torch._C._nn import silu
 from hecate.checks import expect_choice
 from hecate.nn.blocks import EPS, EXACT, convolution, normalised, units
 from hecate.nn.parameters import draw_normal, source_of
-from hecate.tape import can_inspect
 from hecate.tape.ops import number
+from hecate.variant import Config
 
 QKNorm = Literal["none", "l2", "rms"]
 QK_NORMS = get_args(QKNorm)
@@ -102,41 +102,28 @@ class ShortConv(nn.Module):
 
 
 def convolved(
-    conv: ShortConv | None, x: Tensor, state: Any, write_mask: Tensor | None, reset_mask: Tensor | None
+    conv: ShortConv | None, x: Tensor, state: Any, write: Tensor | None, reset: Tensor | None, context: Any = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A layer's convolution under its masks: the result, and `conv` and `conv_segment` of the layer's new state.
 
     A masked token counts as zero for the tokens after it and reads with its own input, or is left out where the
-    convolution is `inert`; a reset hides earlier documents. Without a convolution (None) x stays as it is.
+    convolution is `inert`; a reset hides earlier documents. Without a convolution (None) x stays as it is. Where the
+    ranks of a `context` share a sequence, x is a piece of it, and `state` is that before the first piece.
     """
     if conv is None:
         return x, None, None
-    past, past_segment = inputs = Past(None, None) if state is None else Past(state.conv, state.conv_segment)
-    if write_mask is not None and conv.inert:
-        return _without_masked(conv, x, inputs, write_mask, reset_mask)
-    if past_segment is None and reset_mask is None:
-        return *conv(x, past, None, write_mask), None
-    segment = _documents(conv, x, past_segment, reset_mask)
-    mixed, after = conv(x, past, segment, write_mask)
+    past, past_segment = (None, None) if state is None else (state.conv, state.conv_segment)
+    if context is not None:
+        past, past_segment = context.halo(x, conv.kernel - 1, past, past_segment, write, reset)
+    if write is not None and conv.inert:
+        return _without_masked(conv, x, past, past_segment, write, reset)
+    if past_segment is None and reset is None:
+        return *conv(x, past, None, write), None
+    segment = _documents(conv, x, past_segment, reset)
+    mixed, after = conv(x, past, segment, write)
     tail = segment[:, x.shape[1] :]
     # Counted from the last document, which becomes 0, so that numbers do not grow from call to call.
     return mixed, after, tail - tail[:, -1:]
-
-
-class Past(NamedTuple):
-    """The inputs of a convolution before a piece of a sequence, as a layer's state holds them."""
-
-    conv: Tensor | None
-    conv_segment: Tensor | None
-
-
-def past_inputs(
-    context: Any, conv: ShortConv, x: Tensor, state: Any, write_mask: Tensor | None, reset_mask: Tensor | None
-) -> Past:
-    """The convolution's inputs just before this rank's piece, where the ranks of a context share a sequence; `state` is
-    that before the first piece."""
-    past, segment = (None, None) if state is None else (state.conv, state.conv_segment)
-    return Past(*context.halo(x, conv.kernel - 1, past, segment, write_mask, reset_mask))
 
 
 def _documents(conv: ShortConv, x: Tensor, past_segment: Tensor | None, reset_mask: Tensor | None) -> Tensor:
@@ -151,37 +138,41 @@ def _documents(conv: ShortConv, x: Tensor, past_segment: Tensor | None, reset_ma
 
 
 def _without_masked(
-    conv: ShortConv, x: Tensor, inputs: Past, write_mask: Tensor, reset_mask: Tensor | None
+    conv: ShortConv, x: Tensor, past: Tensor | None, past_segment: Tensor | None, write: Tensor, reset: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`convolved` for an inert convolution: the written tokens follow one another directly, and a masked token sees
     only itself, wherever the sequence is cut."""
     batch, length, channels = x.shape
-    (past, past_segment), lag = inputs, conv.kernel - 1
+    lag = conv.kernel - 1
     if past is None:
         past = x.new_zeros(batch, lag, channels)
-    there = torch.cat([write_mask.new_ones(batch, lag), write_mask], 1)
+    there = torch.cat([write.new_ones(batch, lag), write], 1)
     order = there.byte().argsort(dim=1, stable=True)  # masked tokens first, the others in their order
-    both = torch.cat([past.to(x.dtype), torch.where(write_mask.unsqueeze(-1), x, 0.0)], 1)
+    both = torch.cat([past.to(x.dtype), torch.where(write.unsqueeze(-1), x, 0.0)], 1)
     both = both.take_along_dim(order.unsqueeze(-1), 1)
     segment = tail = None
-    if past_segment is not None or reset_mask is not None:
-        every = _documents(conv, x, past_segment, reset_mask)
+    if past_segment is not None or reset is not None:
+        every = _documents(conv, x, past_segment, reset)
         segment = every.take_along_dim(order, 1)
         tail = segment[:, length:] - every[:, -1:]  # a masked token may have opened the last document
     mixed, after = conv(both[:, lag:], both[:, :lag], segment)
     places = (order.argsort(dim=1)[:, lag:] - lag).clamp(min=0)
     alone = x * conv.weight[0] if conv.bias is None else x * conv.weight[0] + conv.bias
     alone = silu(alone) if conv.activation else alone
-    return torch.where(write_mask.unsqueeze(-1), mixed.take_along_dim(places.unsqueeze(-1), 1), alone), after, tail
+    return torch.where(write.unsqueeze(-1), mixed.take_along_dim(places.unsqueeze(-1), 1), alone), after, tail
 
 
-def settle_layer(config: Any) -> None:
-    """Fills in the fields that a layer's config `follows` and that were not set: with what its memory's rule says, or
-    else the default. [NN-MEM-D3]
+class LayerConfig(Config):
+    """Base of configs of a layer around a `memory`."""
 
-    They still count as unset, so that a copy with another memory takes that memory's."""
-    for name in set(config.follows) - config.model_fields_set:
-        object.__setattr__(config, name, of_rule(config.memory, name))
+    def settle(self) -> None:
+        """Fills in the fields that the config `follows` and that were not set: with what its memory's rule says, or
+        else the default. [NN-MEM-D3]
+
+        They still count as unset, so that a copy with another memory takes that memory's."""
+        layer: Any = self
+        for name in set(self.follows) - self.model_fields_set:
+            object.__setattr__(self, name, of_rule(layer.memory, name))
 
 
 def of_rule(memory: Any, name: str) -> Any:
@@ -190,16 +181,12 @@ def of_rule(memory: Any, name: str) -> Any:
     return _DEFAULTS[name] if setting is None else setting
 
 
-def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
+def normalise_qk(x: Tensor, norm: QKNorm, eps: float = EPS) -> Tensor:
     """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero,
     with slope 1. Rows of x `[B, T, ..., D]`; eps^2 is added to the squared length or the mean square."""
     if norm not in QK_NORMS:
         expect_choice(norm, "qk_norm", QK_NORMS)
-    if norm == "none":
-        return x
-    if isinstance(eps, float):
-        return units(x, norm=norm, eps=eps)[0]
-    return normalised(x, norm, eps, looks=can_inspect(x, free=True))
+    return x if norm == "none" else units(x, norm=norm, eps=eps)[0]
 
 
 def token_unit(x: Tensor, norm: QKNorm, eps: float = EPS) -> Tensor:

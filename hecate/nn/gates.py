@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
+from hecate.checks import expect_choice
 from hecate.distributed import overwrite
 from hecate.errors import ConfigError
 from hecate.gating.heads import inverse_sigmoid, rate_start, spread
@@ -20,6 +21,7 @@ from hecate.retention import GateForm
 from hecate.rule import LAYER, Gates, MemoryConfig
 from hecate.tape.bridge import without_autocast
 
+Firing = Literal["always", "learned"]
 GATES = "lr", "retain", "momentum"
 ROOT = 16  # GLA's temperature
 RATES, STEPS = (1.0, 16.0), (1e-3, 1e-1)  # KDA's A and dt
@@ -140,6 +142,35 @@ def _check_gates(config: MemoryConfig, starts: Starts) -> None:
     if starts["lr"] != 0.5:
         half = f"without a bias lr starts at half its ceiling, and algorithm {algorithm.kind!r} has it start at"
         raise ConfigError(f"False: {half} {starts['lr']:g} of it (algorithm.lr_start, less momentum)", path=path)
+
+
+def check_firing(config: MemoryConfig, firing: Firing) -> None:
+    """Refuses a firing gate where an idle token would still change the memory."""
+    expect_choice(firing, "firing", get_args(Firing))
+    if firing == "always":
+        return
+    if config.writes > 1 or not config.gating.plain:
+        setting = f"writes={config.writes}" if config.writes > 1 else f"gating {config.gating.kind!r}"
+        raise ConfigError(f"firing='learned' holds one lr per token back, and {setting} makes others", path=("firing",))
+    if config.retention.uses_retain and "retain" in config.gating.replaces:
+        still = "makes the retain of idle tokens 1, and gating 'heads' with retain=False leaves it as it is"
+        raise ConfigError(f"firing='learned' {still}; set gating.retain, or firing='always'", path=("firing",))
+    if config.algorithm.kernel_form() is None:
+        raise ConfigError(
+            f"firing='learned' makes the lr of idle tokens 0, but algorithm {config.algorithm.kind!r} takes their "
+            "gradients into its own state whatever lr is; use algorithm 'gd' or 'momentum', or firing='always'",
+            path=("firing",),
+        )
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randn(1, 4, 4, generator=generator, dtype=torch.float64, device="cpu")
+    memory = config.retention.start(draw)
+    idle = config.retention.step(memory, torch.zeros_like(memory), memory.new_ones(1))
+    if not torch.allclose(idle, memory, rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            f"firing='learned' makes the retain of idle tokens 1, but retention {config.retention.kind!r} changes a "
+            "memory even so; use retention 'none' or 'decay', or firing='always'",
+            path=("firing",),
+        )
 
 
 HeldGates = tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]

@@ -18,19 +18,10 @@ from hecate.distributed.context import Context, Shares, context_scan
 from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks, Sizes, Written
-from hecate.nn.arguments import (
-    Firing,
-    check_engine,
-    check_firing,
-    check_options,
-    check_sequence,
-    check_sizes,
-    check_state,
-    check_type,
-)
+from hecate.nn.arguments import check_engine, check_options, check_sequence, check_sizes, check_state, check_type
 from hecate.nn.blocks import EPS, EXACT, form_of, layer_token, readout, token_kernels, units
-from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, past_inputs, token_unit
-from hecate.nn.gates import GateHeads
+from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, token_unit
+from hecate.nn.gates import Firing, GateHeads, check_firing
 from hecate.nn.parameters import blank, redraw, source_of, unheard
 from hecate.nn.rule import (
     FeatureMemory,
@@ -132,20 +123,15 @@ class MemoryLayer(nn.Module):
         self.out = blank(nn.Linear, heads * width, d_model, bias=False, **place)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        self._draw(generator)
-        self._warn()
-
-    def _draw(self, generator: torch.Generator | None) -> None:
+        """Draws every parameter anew from `generator` (None: torch's default generator), and warns of steps that may
+        diverge."""
         source, (first, rule) = source_of(generator), self._first_and_rule()
         redraw(source, first, self.gate_down, self.output_gate, self.out, self.conv)
         nn.init.ones_(self.norm)
         rule.draw_rule(source, first.weight)
         if self.feature_memory is not None:
             self.feature_memory.draw_rule(source, first.weight)
-
-    def _warn(self) -> None:
-        self._first_and_rule()[1].warn_if_unstable(self.name, self.qk_norm)
+        rule.warn_if_unstable(self.name, self.qk_norm)
         if self.feature_memory is not None:
             self.feature_memory.warn_if_unstable(f"{self.name} (features)", self.qk_norm)
 
@@ -283,8 +269,7 @@ class Memory(RuleParameters, MemoryLayer):
         self._hold_front(options, conv_kernel, **place)
         self.hold_output(d_model, heads, d_value, output_gate, **place)
         if self.qkv.weight.device.type != "meta":
-            self._draw(generator)
-            self._warn()
+            MemoryLayer.reset_parameters(self, generator)  # not a subclass's, which has parameters of its own to come
 
     def _hold_front(self, options: LayerOptions, conv_kernel: int, **place: Any) -> None:
         """Creates the projection and convolution ahead of the memory, and stores the options of what is behind it."""
@@ -326,15 +311,17 @@ class Memory(RuleParameters, MemoryLayer):
         if not self.bare and x.shape[1] > 1 and steady():
             return by_token(self, x, state, masks)
         if state is not None and check_type(state, LayerState):
-            check_state(state, self.conv, x, self._gating_tensors(state, len(x)), **self.held)
-        asked, carried, skip = self.asked(x, state, **masks)
+            shapes = {} if self.gating is None else self.gating.gating.state_shapes(self.gating.sizes)
+            wanted = {name: (len(x), *shape) for name, shape in shapes.items()}
+            before = state.gating if isinstance(state.gating, dict) else {}
+            tensors = {f"gating[{n!r}]": (before.get(n), wanted.get(n)) for n in {**wanted, **before}}
+            check_state(state, x, tensors, self.conv, **self.held)
+        asked, (conv, segment, after), others, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
         if self.context is not None:
-            conv, segment, features, projection, gating = carried
-            conv, segment, gating = self.context.final((conv, segment, gating))
-            carried = conv, segment, features, projection, gating
-        return self.read_out(x, y), LayerState(memory, *carried)
+            conv, segment, after = self.context.final((conv, segment, after))
+        return self.read_out(x, y), LayerState(memory, conv, segment, *others, after)
 
     @property
     def shares(self) -> Shares:
@@ -352,20 +339,18 @@ class Memory(RuleParameters, MemoryLayer):
 
     def asked(
         self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None
-    ) -> tuple[ScanArguments, tuple[Any, ...], Tensor | None]:
-        """The arguments of the memory's scan, not yet checked; the fields of the layer's new state that are not the
-        memory's; and the term that is to be added to the memory's answers, None if there is none."""
+    ) -> tuple[ScanArguments, tuple[Any, Any, Any], tuple[Any, Any], Tensor | None]:
+        """The arguments of the memory's scan, not yet checked; of the layer's new state the fields of the convolution
+        and of the gating, and those of the feature memory and the projection; and the term that is to be added to the
+        memory's answers, None if there is none."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
         # [B, T, d_model] to queries, keys and values of all heads side by side.
         mixed, parts = self.qkv(x), self.splits
-        past: Any = state
         values: list[Tensor] = []  # where they skip the convolution
         if self.conv_on_qk:
             parts = self.splits[:2]
             mixed, *values = mixed.split([sum(parts), self.splits[2]], -1)
-        if self.context is not None and self.conv is not None:
-            past = past_inputs(self.context, self.conv, mixed, state, write_mask, reset_mask)
-        mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
+        mixed, conv, segment = convolved(self.conv, mixed, state, write_mask, reset_mask, self.context)
         mixed = silu(mixed) if self.activation else mixed
         q, k, v = list(mixed.split(parts, dim=-1)) + values
         # [B, T, n H D] to [B, T, n, H, D] where a token writes n pairs.
@@ -375,7 +360,7 @@ class Memory(RuleParameters, MemoryLayer):
             q, k = units(q, k, norm=self.qk_norm, eps=self.qk_eps)
         if (shared := self.heads // self.key_heads) > 1:  # heads that share a query and a key
             q, k = q.repeat_interleave(shared, -2), k.repeat_interleave(shared, -2)
-        features = None if state is None else state.features
+        memory, _, _, features, projection, before = (None,) * 6 if state is None else state
         if self.feature_memory is not None:
             across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
             q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
@@ -386,23 +371,14 @@ class Memory(RuleParameters, MemoryLayer):
         if restart_mask is not None:
             reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.gating is not None:
-            before = None if state is None else state.gating
             written, after = self._apply_gating(self.gating, (x, q, k, v, gates), before, Masks(write_mask, reset_mask))
             (q, k, v, _, skip), gates = written, Gates(**written.gates)
-        memory, projection = (None, None) if state is None else (state.memory, state.projection)
         arguments: Any = (self.phi_params, self.initial.tensors, memory, write_mask, reset_mask)
         asked = ScanArguments(self.config, q, k, v, gates, *arguments)
         if self.query_projection != "none":
             q, k, projection = project_queries(self.query_projection, asked, projection)
             asked = asked._replace(config=self.projected, q=q, k=k, phi_params=None)
-        return asked, (conv, segment, features, projection, after or None), skip
-
-    def _gating_tensors(self, state: LayerState, batch: int) -> dict[str, tuple[Tensor | None, Any]]:
-        """The gating's tensors in a state, each with the shape that it must have, for `check_state`."""
-        shapes = {} if self.gating is None else self.gating.gating.state_shapes(self.gating.sizes)
-        carried = state.gating if isinstance(state.gating, dict) else {}
-        wanted = {name: (batch, *shape) for name, shape in shapes.items()}
-        return {f"gating[{name!r}]": (carried.get(name), wanted.get(name)) for name in {**wanted, **carried}}
+        return asked, (conv, segment, after or None), (features, projection), skip
 
     def _apply_gating(
         self, gating: GatingParameters, inputs: tuple[Any, ...], before: dict[str, Tensor] | None, masks: Masks
@@ -411,11 +387,9 @@ class Memory(RuleParameters, MemoryLayer):
         if self.context is None or not gating.gating.state_shapes(gating.sizes):
             return gating(*inputs, before, masks)
         few: Any = between((inputs, masks.write, masks.reset), 0, 0)
-
-        def like() -> dict[str, Tensor]:
-            return gating(*few[0], None, Masks(*few[1:]))[1]
-
-        written, after, anchor = self.context.relay(lambda state: gating(*inputs, state, masks), before, like)
+        written, after, anchor = self.context.relay(
+            lambda state: gating(*inputs, state, masks), before, lambda: gating(*few[0], None, Masks(*few[1:]))[1]
+        )
         return written._replace(v=written.v + anchor), after
 
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:

@@ -46,7 +46,7 @@ def without_numbers(dtype: torch.dtype | None) -> dict[str, Any]:
     return {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
 
 
-def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None, **options: Any) -> Any:
+def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None = None, **options: Any) -> Any:
     """A torch layer created without drawing its weights; `ConfigError` if it could not fit into any memory."""
     check_shapes({layer.__name__: sizes}, "lower one of the two widths")
     place = torch.get_default_device() if device is None else device

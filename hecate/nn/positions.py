@@ -232,11 +232,8 @@ class Polar(Position):
     """
 
     kind: Literal["polar"] = "polar"
+    turns_features: ClassVar[bool] = True
     base: float = Field(default=BASE, gt=0, description="the slowest channel turns by about 1 / base")
-
-    @property
-    def turns_features(self) -> bool:
-        return True
 
     def start(self, width: int, heads: int, *, causal: bool) -> Params:
         return {"offset": torch.zeros(heads, width, dtype=torch.float64, device="cpu")}
@@ -283,6 +280,7 @@ class Relative(Position):
 
     kind: Literal["relative"] = "relative"
     weighs_distance: ClassVar[bool] = True
+    needs_position: ClassVar[bool] = False
     form: Literal["table", "linear"] = "table"
     max_distance: Size = Field(default=128, gt=0, description="K, the largest of the table")
 
@@ -290,10 +288,6 @@ class Relative(Position):
         if self.form == "linear" and self.max_distance != type(self).model_fields["max_distance"].default:
             reason = f"got {self.max_distance} with form='linear', whose bias goes on with any distance"
             yield ("max_distance",), f"is the size of a table, {reason}; leave it out or use form='table'"
-
-    @property
-    def needs_position(self) -> bool:
-        return False
 
     @property
     def sums_past(self) -> bool:

@@ -47,10 +47,8 @@ class GatingParameters(nn.Module):
         carried = {f"state of {name}": shape for name, shape in self.gating.state_shapes(sizes).items()}
         cure = f"lower d_model, heads or the widths that gating {self.gating.kind!r} sees"
         check_shapes({**shapes, **carried}, cure)
-        meta = without_numbers(place["dtype"])
-        self.params = TensorDict(
-            {name: torch.empty(shape, **meta) for name, shape in shapes.items()}, learned=True, **place
-        )
+        like = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        self.params = TensorDict(like, learned=True, **place)
 
     def draw(self, source: torch.Generator) -> None:
         """The starting values."""
@@ -153,12 +151,12 @@ class RuleParameters(HeldRule):
         self.config, self.rule, self.heads, self.d_value = config, config, heads, d_value
         self.gates = GateHeads(d_model, heads, config, d_key=d_key, firing=firing, **place)
         d_phi = config.feature_map.output_dim(d_key)
-        sizes = sizes._replace(writes=config.writes, weights=len(config.structure.shapes(d_phi, d_value)))
+        weights = config.structure.shapes(d_phi, d_value)
+        sizes = sizes._replace(writes=config.writes, weights=len(weights))
         self.gating = None if config.gating.plain else GatingParameters(config, sizes, **place)
         start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
-        weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
-        slots = slot_shapes(config, weights, d_phi, d_value)
         # Before any tensor is made: an algorithm's slots may be larger than the memory.
+        slots = slot_shapes(config, weights, d_phi, d_value)
         check_shapes(slots, f"narrow the state of algorithm {config.algorithm.kind!r}", heads)
         self.hold_features(config.feature_map, heads, d_key, **place)
         self.initial = TensorDict(start, learned=learned_initial, **place)
@@ -238,9 +236,7 @@ class FeatureMemory(RuleParameters):
     ) -> None:
         sizes = Sizes(d_model, heads, d_key, config.width(d_key))
         super().__init__(sizes, config, learned_initial=learned_initial, **place)
-        self.target = None
-        if not config.residual:
-            self.target = nn.Parameter(torch.empty(heads, self.d_value, d_key, **place))
+        self.target = None if config.residual else nn.Parameter(torch.empty(heads, self.d_value, d_key, **place))
 
     def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
         """Draws everything anew; without `residual` the memory starts at weights that give answers."""
@@ -288,6 +284,16 @@ class ScanArguments(NamedTuple):
             self.config, self.q, self.k, self.v, self.gates, run=execute, **masks
         )
         return self._replace(config=config, q=q, k=k, v=v, gates=gates, **masks)
+
+    def repeat(self, times: int) -> ScanArguments:
+        """The scan of all sequences repeated, one whole batch after the other."""
+        rule, initial, (batch, _, heads, width) = self.config, self.initial, self.v.shape
+        if initial is not None:  # it may be shared by all sequences
+            shapes = rule.structure.shapes(rule.feature_map.output_dim(self.k.shape[-1]), width)
+            initial = {name: item.expand(batch, heads, *shapes[name]) for name, item in initial.items()}
+        source = self._replace(phi_params=None, initial=initial)
+        copied = pytree.tree_map_only(Tensor, lambda x: x.repeat(times, *[1] * (x.dim() - 1)), source)
+        return copied._replace(phi_params=self.phi_params)
 
     def between(self, at: int, end: int, state: MemoryState | None) -> ScanArguments:
         """The scan of the tokens at <= t < end alone, from another state."""

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count, named
 from hecate.distributed.context import Context, Shares
 from hecate.errors import ConfigError, ShapeError
-from hecate.nn.arguments import Mask, check_length, check_sequence, check_sizes, check_tensors, check_type, conv_tensors
+from hecate.nn.arguments import Mask, check_length, check_sequence, check_sizes, check_state, check_type
 from hecate.nn.blocks import readout
-from hecate.nn.conv import ShortConv, convolved, normalise_qk, past_inputs
+from hecate.nn.conv import ShortConv, convolved, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, redraw, source_of
 from hecate.nn.positions import rotated
 from hecate.nn.rule import between
@@ -131,16 +131,12 @@ class SlidingAttention(nn.Module):
         self.query = blank(nn.Linear, d_model, d_model, bias=False, **place)
         self.key_value = blank(nn.Linear, d_model, 2 * kv_heads * self.width, bias=False, **place)
         self.out = blank(nn.Linear, d_model, d_model, bias=False, **place)
-        self.tokens = None
-        if persistent:
-            self.tokens = nn.Parameter(torch.empty(persistent, d_model, **place))
+        self.tokens = nn.Parameter(torch.empty(persistent, d_model, **place)) if persistent else None
         self.gain = nn.Parameter(torch.empty(heads, 1, **place)) if qk_norm == "rms" else None
         self.splits = d_model, 2 * kv_heads * self.width
         self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
-        self.output_gate = self.norm = None
-        if output_gate:
-            self.output_gate = blank(nn.Linear, d_model, d_model, bias=False, **place)
-            self.norm = nn.Parameter(torch.empty(heads, self.width, **place))
+        self.output_gate = blank(nn.Linear, d_model, d_model, bias=False, **place) if output_gate else None
+        self.norm = nn.Parameter(torch.empty(heads, self.width, **place)) if output_gate else None
         if self.out.weight.device.type != "meta":
             self.reset_parameters(generator)
 
@@ -182,67 +178,60 @@ class SlidingAttention(nn.Module):
             count = state.present.shape[-1] if self.window is None else self.window - 1
             shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
             tensors: dict[str, Any] = {"keys": (state.keys, shape), "values": (state.values, shape)}
-            tensors |= {"present": (state.present, shape[:2]), **conv_tensors(state, self.conv, x.shape[0])}
-            check_tensors(x, tensors, self.name)
+            check_state(state, x, {**tensors, "present": (state.present, shape[:2])}, self.conv, self.name)
         q, k, v, conv = self._project(x, beside, state, write_mask, reset_mask)
         if write_mask is not None:  # never seen; zero, so that the state does not depend on it
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
-        if steady():
-            y, after = self._one_by_one(x, q, k, v, state, write_mask, reset_mask)
-            return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
+        tokens: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write_mask, "reset_mask": reset_mask}
+        y, after = (self._one_by_one if steady() else self._at_once)(q, tokens, state)
+        gate = None if self.output_gate is None else self.output_gate(x)
+        y = self.out(y.flatten(-2) if self.norm is None else readout(y, self.norm, gate))
+        return y, after._replace(conv=conv[0], conv_segment=conv[1])
+
+    def _at_once(self, q: Tensor, tokens: dict[str, Any], state: SlidingState | None) -> tuple[Tensor, SlidingState]:
+        """Answers `[B, T, H, D]` to queries, and the state after the tokens, which are arguments of `_enter`."""
         if self.context is None:
-            (k, v, entries), after = self._enter(x, k, v, state, write_mask, reset_mask)
+            (k, v, entries), after = self._enter(**tokens, state=state)
         else:  # handed on before anybody attends
-            arguments: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write_mask, "reset_mask": reset_mask}
             (k, v, entries), after, anchor = self.context.relay(
-                lambda state: self._enter(**arguments, state=state),
+                lambda state: self._enter(**tokens, state=state),
                 state,
-                lambda: self._enter(**between(arguments, 0, 0), state=None)[1],
+                lambda: self._enter(**between(tokens, 0, 0), state=None)[1],
             )
             k, after = k + anchor, self.context.final(after, alike=self.window is not None)
         if q.numel():
-            plain = entries.fresh and write_mask is None and reset_mask is None
-            y = self._attend(q, k, v, entries, plain=plain)
-        else:  # of no tokens every parameter has the gradient 0
-            unread = (k, v) if self.tokens is None else (k, v, self.tokens)
-            y = q + sum(part.sum().to(q.dtype) for part in unread)
-        return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
+            return self._attend(q, k, v, entries), after
+        unread = (k, v) if self.tokens is None else (k, v, self.tokens)  # every parameter has the gradient 0
+        return q + sum(part.sum().to(q.dtype) for part in unread), after
 
-    def _answer(self, x: Tensor, y: Tensor) -> Tensor:
-        """Output `[B, T, d_model]` of the heads' answers `[B, T, H, D]`."""
-        gate = None if self.output_gate is None else self.output_gate(x)
-        return self.out(y.flatten(-2) if self.norm is None else readout(y, self.norm, gate))
-
-    def _one_by_one(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write: Mask, reset: Mask
-    ) -> tuple[Tensor, SlidingState]:
-        """Answers to queries `[B, T, H, D]`, and the state: each token as a batch row, with the entries before it, the
-        same number for all. [TAPE-EXACT-D1]"""
+    def _one_by_one(self, q: Tensor, tokens: dict[str, Any], state: SlidingState | None) -> tuple[Tensor, SlidingState]:
+        """`_at_once` with each token as a batch row, with the entries before it, the same number for all.
+        [TAPE-EXACT-D1]"""
+        masked = tokens["write_mask"] is not None or tokens["reset_mask"] is not None
         if self.context is not None:
             raise ConfigError(f"{self.name}: exact, and ranks that share a sequence cut it: leave one of them out")
-        if self.window is None and (write is not None or reset is not None):
+        if self.window is None and masked:
             raise ConfigError(
                 f"{self.name}: exact and window=None: padding and documents move the places that tokens are turned by; "
                 "give the attention a window, rows of one length and document, or leave exact out"
             )
-        state = self._enter(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
+        (batch, length), (_, state) = q.shape[:2], self._enter(**between(tokens, 0, 0), state=state)
         size, answers = 1, [q[:, :0]]  # masks move entries, and without a window every token has more of them
-        if self.window is not None and write is reset is None:
+        if self.window is not None and not masked:
             # Each token has its own copy of its window's entries: as many tokens at once as MOST allows.
-            size = max(1, MOST // (len(x) * self.window * self.d_model))
-        for at in range(0, x.shape[1], size):
-            tokens: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write, "reset_mask": reset, "q": q}
-            tokens = between(tokens, at, at + size)
+            size = max(1, MOST // (batch * self.window * self.d_model))
+        for at in range(0, length, size):
+            some = between(tokens, at, at + size)
             # [B, T, ...] to [B T, 1, ...]: each token a sequence of one, with the entries that it would have met.
-            rows = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), tokens)
-            present = torch.ones_like(tokens["k"][:, :, 0, 0, 0], dtype=torch.bool)
-            pairs = zip(state[:3], (tokens["k"], tokens["v"], present), strict=True)
+            rows = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), some)
+            query = q[:, at : at + size].flatten(0, 1).unsqueeze(1)
+            present = torch.ones_like(some["k"][:, :, 0, 0, 0], dtype=torch.bool)
+            pairs = zip(state[:3], (some["k"], some["v"], present), strict=True)
             places = state.present.shape[1]
             ahead = (torch.cat(pair, 1).unfold(1, places, 1)[:, :-1].movedim(-1, 2).flatten(0, 1) for pair in pairs)
-            query, _ = rows.pop("q"), tokens.pop("q")
             entries, _ = self._enter(**rows, state=SlidingState(*ahead))
-            answers.append(self._attend(query, *entries, plain=False).view(len(x), -1, *q.shape[2:]))
-            state = self._enter(**tokens, state=state)[1]
+            answers.append(self._attend(query, *entries).view(batch, -1, *q.shape[2:]))
+            state = self._enter(**some, state=state)[1]
         return torch.cat(answers, 1), state
 
     def _project(
@@ -254,8 +243,7 @@ class SlidingAttention(nn.Module):
             q, kv = self.query(x), self.key_value(x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2))
         else:
             mixed = torch.cat([self.query(x), self.key_value(x)], -1)
-            past = state if self.context is None else past_inputs(self.context, self.conv, mixed, state, write, reset)
-            mixed, inputs, segment = convolved(self.conv, mixed, past, write, reset)
+            mixed, inputs, segment = convolved(self.conv, mixed, state, write, reset, self.context)
             after = (inputs, segment) if self.context is None else self.context.final((inputs, segment))
             q, kv = mixed.split(self.splits, -1)
             kv = kv.unsqueeze(2)
@@ -286,7 +274,7 @@ class SlidingAttention(nn.Module):
         k, v = kv.unflatten(-1, (2, self.kv_heads, self.width)).unbind(-3)
         return (k if self.gain is None else normalise_qk(k, "rms")), v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, *, plain: bool) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> Tensor:
         """Answers `[B, T, H, D]` to queries from cache entries `[B, N, R, G, D]`."""
         if self.rotary:
             place = torch.arange(k.shape[1], device=k.device)
@@ -295,7 +283,7 @@ class SlidingAttention(nn.Module):
         # All chunks of all sequences are one batch; an entry's inputs are neighbours.
         k, v = (windows.reached(part).flatten(0, 1).flatten(1, 2) for part in (k, v))
         inputs, mask, blind = k.shape[1] // windows.reach, None, None
-        causal = plain and windows.reaches_all and inputs == 1 and not self.persistent
+        causal = entries.plain and windows.reaches_all and inputs == 1 and not self.persistent
         if not causal:
             visible = windows.visible()
             sequences = 1 if visible.shape[:2] == (1, 1) else q.shape[0]
@@ -342,7 +330,7 @@ class Entries(NamedTuple):
         query_document: of each new token, `[B or 1, T]`.
         rank: entry that each new token is, or would have been unmasked, `[B or 1, T]`.
         end: entries from here on are hidden from the token, `[B or 1, T]`.
-        fresh: whether there are no earlier calls.
+        plain: whether all are new tokens of one document, written one after the other.
     """
 
     order: Tensor | None
@@ -350,7 +338,7 @@ class Entries(NamedTuple):
     query_document: Tensor
     rank: Tensor
     end: Tensor
-    fresh: bool
+    plain: bool
 
     def in_order(self, x: Tensor) -> Tensor:
         """x `[B, N, ...]` of kept and new tokens, entry by entry."""
@@ -371,7 +359,7 @@ def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -
         document = torch.cat([past, document.expand(batch, -1)], 1)
     rank = cached + torch.arange(length, device=like.device).unsqueeze(0)
     if write is None:
-        return Entries(None, document, query_document, rank, rank + 1, present is None)
+        return Entries(None, document, query_document, rank, rank + 1, present is None and reset is None)
     count = write.cumsum(1)
     hidden = length - count[:, -1:]
     stays = torch.cat([write.new_ones(batch, cached), write], 1)
@@ -379,7 +367,7 @@ def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -
     order = stays.int().argsort(dim=1, stable=True)
     end = cached + hidden + count
     rank = end - write.long()
-    return Entries(order, document.gather(1, order), query_document, rank, end, present is None)
+    return Entries(order, document.gather(1, order), query_document, rank, end, plain=False)
 
 
 def last(x: Tensor, count: int | None) -> Tensor:

@@ -96,7 +96,7 @@ FAULTS = [
     *_of(
         "nn",
         "tests/nn/test_build.py",
-        ("conv", "in set(config.follows) - config.model_fields_set:", "in config.follows:"),
+        ("conv", "in set(self.follows) - self.model_fields_set:", "in self.follows:"),
         ("conv", "return _DEFAULTS[name] if setting is None else setting", "return _DEFAULTS[name]"),
         ("memory", 'not conv_kernel and active == "silu"', "False"),
     ),
@@ -108,7 +108,7 @@ FAULTS = [
     *_of(
         "nn",
         "tests/nn/test_feature_memory.py tests/nn/test_laws.py",
-        ("memory", "None if state is None else state.features", "None"),
+        ("memory", "self.with_features(x, q, k, features,", "self.with_features(x, q, k, None,"),
         ("rule", "self.values(k), self.gates(x)", "self.values(q), self.gates(x)"),
         ("rule", '"initial": self.initial.tensors, ', ""),
     ),
@@ -812,7 +812,7 @@ FAULTS = [
         "tests/hf/test_rollback.py",
         ("rollback", "rest.x.clone()", "rest.x"),
         ("rollback", "        state = call.state\n", "        pass\n"),
-        ("rollback", "edge = max(0, x.shape[1] - most)", "edge = 0"),
+        ("rollback", "edge = x.shape[1] - most", "edge = 0"),
         ("rollback", "        if joined and joined[-1].tokens", "        if 0 and joined and joined[-1].tokens"),
         ("rollback", "return RecordedCall(first.state, torch.cat", "return RecordedCall(second.state, torch.cat"),
         ("rollback", "both(first.write_mask, second.write_mask, True)", "None"),
