@@ -24,7 +24,7 @@ from hecate.distributed import World, is_sharded
 from hecate.errors import CheckpointError, ConfigError, HecateError, did_you_mean, format_path, shorten
 from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
-from hecate.states import leaves
+from hecate.states import leaves, with_tensors
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.compose import parse_path, paths
 from hecate.train.config import ExperimentConfig
@@ -89,11 +89,7 @@ class Carried:
             _, shape = model(probe, reset_mask=torch.ones_like(probe, dtype=torch.bool))
         wanted = leaves(shape)
         saved = {name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)}
-        for path in sorted(wanted.keys() ^ saved.keys()):
-            side = "lacks" if path in wanted else "has an unknown"
-            raise CheckpointError(
-                f"{where} {side} carried state {path!r}: it is of another model, or of data.state=fresh"
-            )
+        _check_names(where, "carried state", wanted, saved, "it is of another model, or of data.state=fresh")
         for path, leaf in wanted.items():
             tensor = saved[path]
             if tensor.dtype != leaf.dtype or tensor.dim() != leaf.dim() or tensor.shape[0] < rows.stop:
@@ -101,28 +97,26 @@ class Carried:
                     f"{where}: carried state {path!r} is {list(tensor.shape)} {tensor.dtype}, which is not of "
                     f"{rows.stop} rows of this model"
                 )
-        count = len(rows) // micros
+        count, flat = len(rows) // micros, pytree.tree_flatten(shape)
         self._states = []
         for first in range(rows.start, rows.stop, count):
             # copies: a model that changes its state must not change the checkpoint
-            part = {path: x[first : first + count].to(device, copy=True) for path, x in saved.items()}
-            self._states.append(_replace_tensors(shape, part))
+            parts = (saved[path][first : first + count].to(device, copy=True) for path in wanted)
+            self._states.append(with_tensors(*flat, parts))
 
 
-def _replace_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The same tree with other tensors, given by path."""
-    return pytree.tree_map_with_path(
-        lambda path, leaf: tensors[pytree.keystr(path)] if isinstance(leaf, Tensor) else leaf, state
-    )
+def _check_names(where: str, what: str, here: Mapping[str, Any], there: Mapping[str, Any], why: str) -> None:
+    """Refuses names that this run or the checkpoint has alone, of what they are the names; `why` is the reason."""
+    for name in sorted(here.keys() ^ there.keys()):
+        raise CheckpointError(f"{where} {'lacks' if name in here else 'has an unknown'} {what} {name!r}: {why}")
 
 
 def _check_rows(state: Any) -> None:
     """Refuses a state whose tensors do not have the batch as their first axis: it could not be split by rows."""
-    count = None
     if not (named := leaves(state)):
         raise ConfigError("is 'carry', but the model returns no state; write data.state=fresh", ("data", "state"))
+    count = next(iter(named.values())).shape[:1]
     for path, leaf in named.items():
-        count = leaf.shape[:1] if count is None else count
         if not leaf.dim() or leaf.shape[:1] != count:
             raise ConfigError(
                 f"is 'carry', but the model's state has {path!r} of shape {list(leaf.shape)}, which is not by rows of "
@@ -301,31 +295,14 @@ def _sort_names(names: Any) -> Any:
     return sorted(names) if listed else names
 
 
-def alike(model: nn.Module, optimizers: Iterable[Optimizer], names: Iterable[str]) -> dict[str, Any]:
-    """For each name in a checkpoint, the tensor of the run with the placement to use: for optimiser state that does not
-    exist yet the parameter, and None for names that the run does not have."""
-    tensors, _ = pack(model, optimizers)
-    params = {f"optimizer/{name}": value for name, value in model.named_parameters()}
-    return {name: tensors.get(name, params.get(name.rpartition("/")[0])) for name in names}
-
-
-def blank(
-    model: nn.Module, optimizers: Iterable[Optimizer], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> dict[str, Tensor]:
-    """Tensors of these shapes and dtypes to load a checkpoint into, each placed as in this run.
-
-    Tensors that are sharded in this run are `DTensor`s of the same placement; all others are whole, on the CPU, also
-    those that this run does not have: `restore` reports the differences.
-    """
-    return {name: _blank_tensor(target, *stored[name]) for name, target in alike(model, optimizers, stored).items()}
-
-
-def _blank_tensor(target: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if not is_sharded(target) or target.shape != shape:
-        return torch.zeros(shape, dtype=dtype)
-    from torch.distributed import tensor
-
-    return tensor.zeros(*shape, dtype=dtype, device_mesh=target.device_mesh, placements=target.placements)
+def sharded_like(run: Restorable, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """For each tensor of a checkpoint that is sharded in this run, by name, one with the placement to use: for
+    optimiser state that does not exist yet the parameter. Tensors of another shape than the run's are left out:
+    `restore` reports the differences."""
+    tensors, _ = pack(run.model, run.optimizers.values())
+    params = {f"optimizer/{name}": value for name, value in run.model.named_parameters()}
+    like = {name: tensors.get(name, params.get(name.rpartition("/")[0])) for name in shapes}
+    return {name: x for name, x in like.items() if is_sharded(x) and tuple(x.shape) == tuple(shapes[name])}
 
 
 def _entries(
@@ -432,9 +409,7 @@ def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> 
     """Parameters and buffers among saved tensors; refuses names, shapes or dtypes other than the model's."""
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     state = model.state_dict()
-    for name in sorted(set(state) ^ set(saved)):
-        side = "lacks" if name in state else "has an unknown"
-        raise CheckpointError(f"{where} {side} tensor {name!r}: it belongs to another model config")
+    _check_names(where, "tensor", state, saved, "it belongs to another model config")
     for name, value in state.items():
         there, here = (f"{list(x.shape)} {x.dtype}" for x in (saved[name], value))
         if there != here:
@@ -465,9 +440,6 @@ class Restorable(Protocol):
     optimizers: dict[str, Optimizer]
     source: Source
     loader: Loader
-
-    def restore(self, checkpoint: Checkpoint, where: str) -> None:
-        """Continues from a checkpoint whose tensors are placed as in this process."""
 
 
 CURSOR = {"seed": "seed", "batch_size": "budget.batch_size", "seq_len": "budget.seq_len"}

@@ -29,7 +29,7 @@ from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig, PartialKind, is_vector
 from hecate.train.estimate import check_weights
 from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, generate, resets_of, solved_example
-from hecate.train.state import CURSOR, Carried, alike, pack, refuse_other_config, run_facts, unpack
+from hecate.train.state import CURSOR, Carried, pack, refuse_other_config, run_facts, sharded_like, unpack
 
 
 class StepResult(NamedTuple):
@@ -302,22 +302,15 @@ class Trainer:
             with self.whole_sequences():
                 carried.load(checkpoint.tensors, self.model, rows, self.device, where, budget.accumulate)
         settle(self.model)
-        unpack(self.model, self.optimizers.values(), self._place(checkpoint.tensors), facts.optimizer, where)
+        # A checkpoint of one process has whole tensors, also of what this world shards.
+        like = sharded_like(self, {name: x.shape for name, x in checkpoint.tensors.items()})
+        tensors = {n: x if is_sharded(x) else spread(x, like.get(n)) for n, x in checkpoint.tensors.items()}
+        unpack(self.model, self.optimizers.values(), tensors, facts.optimizer, where)
         self.carried = carried
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if cuda:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
         self.step = facts.step
-
-    def _place(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a checkpoint, placed as this world's parameters and optimiser states."""
-        if not any(is_sharded(value) for value in self.model.state_dict().values()):
-            return dict(tensors)
-        like = alike(self.model, self.optimizers.values(), tensors)
-        apart = {
-            n for n, x in tensors.items() if is_sharded(like[n]) and not is_sharded(x) and x.shape == like[n].shape
-        }
-        return {name: spread(x, like[name]) if name in apart else x for name, x in tensors.items()}
 
 
 def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:
