@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,15 +213,13 @@ def _parse_override(text: str) -> _Override:
 
 def _apply(document: Document, overrides: list[_Override]) -> Document:
     """Applies overrides; those that choose a kind come before those that set its fields."""
-    try:  # to the resolved settings, so that fields of default values can be set as well
+    known = value = document.value
+    with suppress(ConfigError):  # the overrides may repair it
         config = ExperimentConfig.model_validate(document.value)
-        value = config.model_dump(mode="json")
-        known = list(paths(value))
-        value = _drop_unset(config, value)
-    except ConfigError:  # the overrides may repair it
-        value = document.value
-        known = list(paths(value))
-    resolved = [item._replace(path=_full_path(item, known)) for item in overrides]
+        # The resolved settings, so that fields of default values can be set as well.
+        known = config.model_dump(mode="json")
+        value = _drop_unset(config, known)
+    resolved = [item._replace(path=_full_path(item, list(settings(known)))) for item in overrides]
     marks, texts = dict(document.marks), dict[Location, str]()
     # Outer settings first: choosing a kind drops fields that were set before.
     for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
@@ -246,13 +245,13 @@ def _subject(path: Location) -> Location:
     return path[:-1] if path[-1] == "kind" else path
 
 
-def paths(value: Any, path: Location = ()) -> Iterable[Location]:
-    """The paths of all settings in a tree."""
-    if path:
-        yield path
-    keys: Iterable[Any] = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+def settings(tree: Any, path: Location = ()) -> dict[Location, Any]:
+    """All settings in a tree by their paths, those that hold others as well."""
+    values = {path: tree} if path else {}
+    keys: Iterable[Any] = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
     for key in keys:
-        yield from paths(value[key], (*path, key))
+        values |= settings(tree[key], (*path, key))
+    return values
 
 
 def _full_path(item: _Override, known: list[Location]) -> Location:

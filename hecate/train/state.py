@@ -26,9 +26,8 @@ from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
 from hecate.states import leaves, with_tensors
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.compose import parse_path, paths
+from hecate.train.compose import parse_path, settings
 from hecate.train.config import ExperimentConfig
-from hecate.train.document import Location
 from hecate.variant import Config
 
 PREFIX = "carried/"
@@ -451,13 +450,12 @@ def check_allowed(names: Sequence[str], config: ExperimentConfig, resume: bool) 
     """Refuses names of `--allow` that are not settings, and any of them without `--resume`."""
     if names and not resume:
         raise ConfigError(f"--allow {names[0]} is for a run that is resumed; give --resume as well, or leave it out")
-    tree = config.model_dump(mode="json")
+    known = settings(config.model_dump(mode="json"))
     for name in names:
-        path = parse_path(name)
-        if path is None or _at(tree, path) is None:
-            known = map(format_path, paths(tree))
+        if parse_path(name) not in known:
+            hint = did_you_mean(name, map(format_path, known))
             raise ConfigError(
-                f"--allow {shorten(name)}: an experiment has no such setting.{did_you_mean(name, known)} "
+                f"--allow {shorten(name)}: an experiment has no such setting.{hint} "
                 "Write its whole path, such as optim.lr"
             )
 
@@ -471,7 +469,7 @@ def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) 
     Batches of another size are refused if rows carry their states from batch to batch.
     """
     facts, changed = dict(checkpoint.facts), Changes()
-    saved, settings = facts.get("config"), trainer.config.model_dump(mode="json")
+    saved, ours = facts.get("config"), settings(trainer.config.model_dump(mode="json"))
     if not names or not isinstance(saved, Mapping):
         return checkpoint, changed
     # A copy: the caller's checkpoint must not change.
@@ -480,10 +478,10 @@ def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) 
         tree = ExperimentConfig.model_validate(saved).model_dump(mode="json")
     for name in names:
         path = parse_path(name) or ()
-        here, there = _at(settings, path), _at(tree, path)
-        if here is not None and there is not None and here != there:
-            changed[name] = (there[0], here[0])
-            reduce(getitem, path[:-1], tree)[path[-1]] = here[0]
+        here, there = ours.get(path, _MISSING), settings(tree).get(path, _MISSING)
+        if _MISSING not in (here, there) and here != there:
+            changed[name] = (there, here)
+            reduce(getitem, path[:-1], tree)[path[-1]] = here
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     facts |= {
         "config": tree,
@@ -538,14 +536,3 @@ def _options(saved: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[st
 def _within(outer: str, inner: str) -> bool:
     """True if the setting `inner` is `outer` or below it."""
     return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))
-
-
-def _at(tree: Any, path: Location) -> tuple[Any] | None:
-    """The value at a path, as a tuple of one; None if there is none."""
-    for part in path:
-        # Names lead through mappings, numbers through lists.
-        items: Any = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list) else {}
-        if part not in items:
-            return None
-        tree = items[part]
-    return (tree,)
