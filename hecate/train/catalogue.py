@@ -29,7 +29,7 @@ from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig, MemoryRule, named_rule
 from hecate.train import compose
-from hecate.train.compose import dump_experiment, load_experiment, preset_about, shipped_presets
+from hecate.train.compose import FILES, dump_experiment, load_experiment, preset_about
 from hecate.train.config import ExperimentConfig
 from hecate.train.document import dump_yaml, flow, parse_value, short
 from hecate.train.loggers import LoggerKind
@@ -139,12 +139,11 @@ def _kernel(variant: Any) -> str:
         form: Any = _PRINTED[variant._family_type](variant())
     except ConfigError:
         return "depends on its settings"
-    if issubclass(variant, phi.FeatureMap):  # memories compute features in torch
-        if isinstance(form, str):
-            return f"torch: {form}"
-        return "printed, in optimisers" + " and on a GPU" * formula.is_cheap(variant())
+    of_keys = issubclass(variant, phi.FeatureMap)  # memories compute features in torch
     if isinstance(form, str):
-        return f"token loop: {form}"
+        return f"{'torch' if of_keys else 'token loop'}: {form}"
+    if of_keys:
+        return "printed, in optimisers" + " and on a GPU" * formula.is_cheap(variant())
     if isinstance(form, formula.RetentionFormula):
         return "printed" if form.cellwise else "printed, for whole weights"
     return "printed" if getattr(form, "coordinatewise", True) else "printed, for whole rows"
@@ -212,7 +211,7 @@ def _engines() -> Table:
 
 
 def _presets() -> Table:
-    shipped = {name: load_experiment(name) for name in shipped_presets()}
+    shipped = {name: load_experiment(name) for name in FILES}
     rows = [[name, config.data.kind, preset_about(name), str(config.budget.steps)] for name, config in shipped.items()]
     rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in compose.BY_RULE]
     rows += [["lm-SIZE-" + name, "", preset_about(name, compose.BACKBONES), ""] for name in compose.BACKBONES]
@@ -366,7 +365,7 @@ def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:
     _check_known("family", family, FAMILIES)
     if family == "presets":
         _check_known("preset", name, compose.presets())
-        about = f"{preset_about(name)}\n\n" if name in shipped_presets() else ""
+        about = f"{preset_about(name)}\n\n" if name in FILES else ""
         return f"{name}: {about}{dump_experiment(load_experiment(name))}".rstrip(), None, f"hecate train {name}"
     if family == "rules":
         _check_known("rule", name, RULES)

@@ -22,9 +22,10 @@ BY_RULE = ("mqar", "quickstart")
 RECALL_CHUNK = 8
 """Longest chunk of `mqar-RULE`: what is committed per chunk can only be recalled in later chunks."""
 _FOLDER = Path(__file__).resolve().parent.parent / "presets"
-_FILES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
+FILES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
+"""Presets that have a file of their own."""
 BACKBONES = {path.stem: path for path in sorted((_FOLDER / "backbones").glob("*.yaml"))}
-BY_BACKBONE = tuple(name for name in _FILES if name.startswith("lm-"))
+BY_BACKBONE = tuple(name for name in FILES if name.startswith("lm-"))
 _BUILT: tuple[tuple[Iterable[str], Iterable[str]], ...] = ((BY_RULE, RULES), (BY_BACKBONE, BACKBONES))
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d{1,9})\]")
 _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d{1,9}\])*")
@@ -35,20 +36,15 @@ def presets() -> list[str]:
     settings (`mqar-RULE` limits chunks to `RECALL_CHUNK`); those of `BY_BACKBONE` also as `PRESET-BACKBONE`, with other
     blocks."""
     built = [(name, part) for names, parts in _BUILT for name in names for part in parts]
-    return [*_FILES, *(f"{name}-{part}" for name, part in built)]
+    return [*FILES, *(f"{name}-{part}" for name, part in built)]
 
 
 def folded_presets() -> list[str]:
     """`presets` in short: variants by rule as PRESET-RULE, by backbone as lm-SIZE-BACKBONE."""
-    return [*_FILES, *(f"{name}-RULE" for name in BY_RULE), "lm-SIZE-BACKBONE"]
+    return [*FILES, *(f"{name}-RULE" for name in BY_RULE), "lm-SIZE-BACKBONE"]
 
 
-def shipped_presets() -> list[str]:
-    """Names of the presets that have a file of their own."""
-    return list(_FILES)
-
-
-def preset_about(name: str, files: Mapping[str, Path] = _FILES) -> str:
+def preset_about(name: str, files: Mapping[str, Path] = FILES) -> str:
     """Description of a preset, or of one of the `BACKBONES`: the first sentence of its file's comment."""
     lines = files[name].read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
@@ -117,8 +113,8 @@ def _real_path(path: Path) -> Path:
 
 
 def _preset(name: str) -> tuple[Document, Path]:
-    if name in _FILES:
-        return read_yaml(_FILES[name]), _FILES[name]
+    if name in FILES:
+        return read_yaml(FILES[name]), FILES[name]
     stem, _, part = name.rpartition("-")
     mark = f"preset {name}"
     replaced: tuple[str, ...] = ("memory",)
@@ -133,11 +129,11 @@ def _preset(name: str) -> tuple[Document, Path]:
     else:
         listing = not_known(name[:80], folded_presets(), did_you_mean(name[:80], presets()))
         raise ConfigError(f"no preset {shorten(name)}{listing} A file must end in .yaml or .yml")
-    document = read_yaml(_FILES[stem])
+    document = read_yaml(FILES[stem])
     marks = {**document.marks, ("name",): mark}
     around = {key: value for key, value in document.value.get("model", {}).items() if key not in replaced}
     model = _merge(around, over.value, ("model",), marks, {("model", *path): mark for path, mark in over.marks.items()})
-    return Document({**document.value, "name": name, "model": model}, marks, document.label), _FILES[stem]
+    return Document({**document.value, "name": name, "model": model}, marks, document.label), FILES[stem]
 
 
 def _extend(opened: tuple[Document, Path], chain: list[Path]) -> Document:

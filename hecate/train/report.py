@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from statistics import median_high
@@ -115,9 +116,7 @@ def _facts(facts: Mapping[str, Any]) -> str:
     return markdown_table(("fact", "value"), [(name, _line(str(fact))) for name, fact in facts.items()])
 
 
-def _line(text: str) -> str:
-    """An untrusted text as one line, so that it cannot end the code block or cell that shows it."""
-    return printable(text, MESSAGE)
+_line = partial(printable, most=MESSAGE)  # an untrusted text must not end the code block or cell that shows it
 
 
 def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) -> str:

@@ -24,7 +24,8 @@ from hecate.distributed import World, is_sharded
 from hecate.errors import CheckpointError, ConfigError, HecateError, did_you_mean, format_path, shorten
 from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
-from hecate.states import leaves, with_tensors
+from hecate.states import detach, leaves, stack, with_tensors
+from hecate.states import rows as rows_of
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.compose import parse_path, settings
 from hecate.train.config import ExperimentConfig
@@ -58,18 +59,13 @@ class Carried:
         if not self._states:
             for state in states:
                 _check_rows(state)
-        self._states = [pytree.tree_map_only(Tensor, Tensor.detach, state) for state in states]
+        self._states = [detach(state) for state in states]
 
     def tensors(self, world: World = _ALONE) -> dict[str, Tensor]:
         """The states as tensors `carried/PATH`, with the rows of all micro-batches and processes along the first axis:
         equal on every process of a world, which call it together."""
-        if not self._states:
-            return {}
-        parts = [leaves(state) for state in self._states]
-        return {
-            PREFIX + path: world.rows_of_all(leaf if len(parts) == 1 else torch.cat([other[path] for other in parts]))
-            for path, leaf in parts[0].items()
-        }
+        whole = leaves(stack(self._states)) if self._states else {}
+        return {PREFIX + path: world.rows_of_all(leaf) for path, leaf in whole.items()}
 
     def load(
         self,
@@ -96,12 +92,10 @@ class Carried:
                     f"{where}: carried state {path!r} is {list(tensor.shape)} {tensor.dtype}, which is not of "
                     f"{rows.stop} rows of this model"
                 )
-        count, flat = len(rows) // micros, pytree.tree_flatten(shape)
-        self._states = []
-        for first in range(rows.start, rows.stop, count):
-            # copies: a model that changes its state must not change the checkpoint
-            parts = (saved[path][first : first + count].to(device, copy=True) for path in wanted)
-            self._states.append(with_tensors(*flat, parts))
+        # copies: a model that changes its state must not change the checkpoint
+        ours = (saved[path][rows.start : rows.stop].to(device, copy=True) for path in wanted)
+        whole, count = with_tensors(*pytree.tree_flatten(shape), ours), len(rows) // micros
+        self._states = [rows_of(whole, slice(first, first + count)) for first in range(0, len(rows), count)]
 
 
 def _check_names(where: str, what: str, here: Mapping[str, Any], there: Mapping[str, Any], why: str) -> None:
@@ -334,10 +328,9 @@ def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[s
         if "commits" not in group:
             merged.pop("commits", None)  # an older version did not count: 0 would drop the state as unused
         groups.append(merged)
-    stepped = _probe_states(optimizer)
-    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        known = None if stepped is None else stepped[index]
-        _check_entries(names[index], entries[names[index]], known, p if isinstance(optimizer, Leveled) else None)
+    params = chain(*(group["params"] for group in optimizer.param_groups))
+    for name, p, known in zip(names, params, _probe_states(optimizer), strict=True):
+        _check_entries(name, entries[name], known, p if isinstance(optimizer, Leveled) else None)
     return {"state": {order[name]: entries[name] for name in names if entries[name]}, "param_groups": groups}
 
 
@@ -372,8 +365,8 @@ def _check_entries(name: str, saved: Mapping[str, Any], spec: Mapping[str, Any] 
             raise ConfigError("; ".join(map(str, found)))
 
 
-def _probe_states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """State of each parameter after a first step, on the meta device; None if the step cannot run there."""
+def _probe_states(optimizer: Optimizer) -> list[Any]:
+    """State of each parameter after a first step, on the meta device; None for each if the step cannot run there."""
     inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
     if isinstance(inner, MatrixOptimizer):
         return [inner.state[p] for group in inner.param_groups for p in group["params"]]
@@ -382,15 +375,15 @@ def _probe_states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
     for group in groups:
         group |= dict.fromkeys([way for way in WAYS if way in group])  # fused steps do not run on meta
         group["params"] = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
     try:
         kind: Callable[..., Optimizer] = type(inner)
         probe = kind(groups)
-        parameters = [p for group in groups for p in group["params"]]
         for p in parameters:
             p.grad = torch.zeros_like(p)
         probe.step()
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
-        return None
+        return [None] * len(parameters)
     return [probe.state[p] for p in parameters]
 
 
@@ -441,8 +434,8 @@ class Restorable(Protocol):
     loader: Loader
 
 
-CURSOR = {"seed": "seed", "batch_size": "budget.batch_size", "seq_len": "budget.seq_len"}
-"""The setting that determines each entry of a data cursor; the fingerprint depends on all settings below `data`."""
+CURSOR = {"seed": "seed", "batch_size": "budget.batch_size", "seq_len": "budget.seq_len", "fingerprint": "data"}
+"""The setting that determines each entry of a data cursor, with all settings below it."""
 Changes = dict[str, tuple[Any, Any]]
 
 
@@ -495,8 +488,7 @@ def _cursor(saved: Any, trainer: Restorable, names: Sequence[str], changed: Chan
     if not isinstance(saved, Mapping):
         return saved
     position, cursor = trainer.loader.state_dict(), dict(saved)
-    free = [entry for entry, setting in CURSOR.items() if any(_within(name, setting) for name in names)]
-    free += ["fingerprint"] if any(_within("data", name) for name in names) else []
+    free = [entry for entry, place in CURSOR.items() if any(_within(n, place) or _within(place, n) for n in names)]
     free += ["seq_len"] if "data" in names else []
     if trainer.source.carries and any(cursor.get(entry) != position[entry] for entry in free):
         raise CheckpointError(

@@ -110,13 +110,11 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
 
     `device` None takes the device of the run, or the CPU if this machine lacks it.
     """
-    path = Path(folder)
     expect_choice(which, "checkpoint", ("best", "newest"))
-    if (path / MANIFEST).is_file():
-        checkpoint = load_checkpoint(path)
-    else:
+    path = Path(folder)
+    if not (path / MANIFEST).is_file():
         expect_run(path)
-        path, checkpoint = chosen_checkpoint(path, which)
+    path, checkpoint = chosen_checkpoint(path, which)
     facts = run_facts(checkpoint.facts, str(path))
     try:
         config = ExperimentConfig.model_validate(facts.config)
@@ -134,7 +132,10 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
 
 
 def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
-    """The `best` checkpoint of a run folder, verified; the newest if that is asked for or none was evaluated."""
+    """The `best` checkpoint of a run folder, verified; the newest if that is asked for or none was evaluated; of a
+    checkpoint's own folder that one."""
+    if (folder / MANIFEST).is_file():
+        return folder, load_checkpoint(folder)
     check_entries(folder)
     path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
     chosen = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
@@ -142,7 +143,7 @@ def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
         raise CheckpointError(f"{folder} is an export, without a checkpoint; make a run of it with `hecate import`")
     if chosen is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
-    return chosen[0], chosen[1]
+    return chosen[:2]
 
 
 def reads_text(trained: Trained, where: str) -> Tokenizer:
@@ -249,9 +250,7 @@ def read_weights(path: Path, which: str = "best") -> dict[str, Tensor]:
     such files (`model.safetensors`, or those listed in `model.safetensors.index.json`). Raises `CheckpointError`.
     """
     expect_choice(which, "checkpoint", ("best", "newest"))
-    if path.is_dir() and (path / MANIFEST).exists():
-        return _model(load_checkpoint(path), path)
-    if path.is_dir() and (path / CHECKPOINTS).is_dir():
+    if (path / MANIFEST).is_file() or (path / CHECKPOINTS).is_dir():
         home, checkpoint = chosen_checkpoint(path, which)
         return _model(checkpoint, home)
     if path.is_dir():

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from hecate.data import IGNORED, Batch, Bytes, Loader, Source, Tokenizer
 from hecate.distributed import World, adapt, copied, gathered, is_sharded, shard, spread
@@ -25,6 +24,7 @@ from hecate.models import LanguageModel
 from hecate.nn import Memory
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.base import Group, Named
+from hecate.states import detach
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig, PartialKind, is_vector
 from hecate.train.estimate import check_weights
@@ -69,7 +69,7 @@ class Objective(nn.Module):
         gradients end with the batch, and the wrapper of replicas must not wait for any through the state."""
         logits, state = self.model(tokens, *before, **masks)
         loss = batch_loss(logits, targets) if labelled else logits[:0].sum(dtype=torch.float32)
-        return loss, pytree.tree_map_only(Tensor, Tensor.detach, state) if keeps else None
+        return loss, detach(state) if keeps else None
 
 
 class Trainer:
@@ -249,9 +249,8 @@ class Trainer:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the data, by default bytes for text; None for data without a tokenizer, such as tasks."""
-        if self.source.metric == "bits_per_byte":
-            return self.config.data.tokenizer() or Bytes()
-        return self.config.data.tokenizer()
+        default = Bytes() if self.source.metric == "bits_per_byte" else None
+        return self.config.data.tokenizer() or default
 
     def checkpoint(self, metrics: dict[str, float] | None = None) -> Checkpoint:
         """Everything that the next step depends on; of sharded parameters only this rank's part."""
@@ -292,8 +291,8 @@ class Trainer:
         try:
             self.loader.load_state_dict(facts.cursor)
         except DataError as error:
-            here, settings = self.loader.state_dict(), {**CURSOR, "fingerprint": "data"}
-            names = [setting for entry, setting in settings.items() if facts.cursor.get(entry) != here[entry]]
+            here = self.loader.state_dict()
+            names = [setting for entry, setting in CURSOR.items() if facts.cursor.get(entry) != here[entry]]
             more = f", or --allow {','.join(names)}" if names and not self.source.carries else ""
             raise CheckpointError(f"{where}: {error}{more}") from None
         carried, budget = Carried(), self.config.budget
