@@ -51,21 +51,11 @@ EXTRAS = {
 LENGTH = 1024
 """Length of the sequence for which tables choose engines: many tokens, unlike a decoding step."""
 
-VARIANTS: dict[str, type[Variant]] = {
-    "phi": phi.FeatureMap,
-    "bias": bias.Bias,
-    "retention": retention.Retention,
-    "link": retention.Link,
-    "algorithm": algorithm.Algorithm,
-    "structure": structure.Structure,
-    "activation": activation.Activation,
-    "gating": gating.Gating,
-    "readout": readout.Readout,
-    "position": Position,
-    "data": DataConfig,
-    "optimizer": OptimizerKind,
-    "logger": LoggerKind,
-}
+_ROOTS: tuple[type[Variant], ...] = (
+    phi.FeatureMap, bias.Bias, retention.Retention, retention.Link, algorithm.Algorithm, structure.Structure,
+    activation.Activation, gating.Gating, readout.Readout, Position, DataConfig, OptimizerKind, LoggerKind,
+)  # fmt: skip
+VARIANTS = {"phi" if root is phi.FeatureMap else root._family: root for root in _ROOTS}
 _PRINTED: dict[type, Callable[[Any], Any]] = {
     bias.Bias: formula.formula_of,
     activation.Activation: formula.activation_nodes,

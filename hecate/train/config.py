@@ -23,7 +23,7 @@ from hecate.engine import Plan, explain
 from hecate.errors import ConfigError, DataError, shorten
 from hecate.models import LanguageModelConfig
 from hecate.optim.base import Group, Named, OptimizerKind, Positive, Share
-from hecate.train.loggers import LoggerKind, Tensorboard
+from hecate.train.loggers import Asked, LoggerKind, Tensorboard
 from hecate.variant import Config, Conflicts, FrozenDict
 
 
@@ -398,11 +398,9 @@ class ExperimentConfig(Config):
                     f"must be at most budget.steps, {steps}, got {period}: those parameters would never step",
                 )
 
-    def asked_loggers(self) -> list[tuple[tuple[str | int, ...], LoggerKind]]:
+    def asked_loggers(self) -> list[Asked]:
         """Every logger once, with the path of the setting that asks for it."""
-        asked: list[tuple[tuple[str | int, ...], LoggerKind]] = [
-            (("loggers", number), kind) for number, kind in enumerate(self.loggers)
-        ]
+        asked: list[Asked] = [(("loggers", number), kind) for number, kind in enumerate(self.loggers)]
         if self.tensorboard and not any(isinstance(kind, Tensorboard) for kind in self.loggers):
             asked.append((("tensorboard",), Tensorboard()))
         return asked

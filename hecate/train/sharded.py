@@ -15,11 +15,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -305,7 +305,7 @@ def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metad
         raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """Writer of a run's checkpoints, which keeps the `keep` newest in `folder`, and the best. [CKPT-ASYNC-D1]
 
     `behind`: `save` returns once everything is copied to memory, and a thread writes the copy. The next save, `wait`
@@ -370,9 +370,6 @@ class Saver:
             write_sharded(self.folder, checkpoint, self._team)
         if self._team is None or self._team.rank == 0:
             store.prune_checkpoints(self.folder, self.keep, upto=checkpoint.step)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

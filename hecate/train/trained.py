@@ -408,20 +408,17 @@ def _fitting_tensors(path: Path, state: Mapping[str, Tensor]) -> tuple[dict[str,
             f"no tensor of {path} has a name of this model; there are {_names(weights)} there and {_names(state)} here"
         )
     for name, value in matches.items():
-        _check_kind(f"tensor {name!r} of {path}", value, state[name])
+        target, where = state[name], f"tensor {name!r} of {path}"
+        if value.shape != target.shape:
+            raise CheckpointError(
+                f"{where} is {list(value.shape)}, the model has {list(target.shape)}: they are of other sizes"
+            )
+        # Integers, floating point and complex numbers are of other kinds.
+        if value.is_floating_point() != target.is_floating_point() or value.is_complex() != target.is_complex():
+            raise CheckpointError(f"{where} is {value.dtype}, the model has {target.dtype}")
     sides = {"not there, and drawn anew": state.keys() - matches.keys(), "left over": weights.keys() - state.keys()}
     lines = [f"{what}: {_names(sorted(names))}" for what, names in sides.items() if names]
     return matches, [f"began from {path}: {len(matches)} tensors", *lines]
-
-
-def _check_kind(where: str, value: Tensor, target: Tensor) -> None:
-    """Refuses a tensor of another shape, or of another kind of numbers: integers, floating point, complex."""
-    if value.shape != target.shape:
-        raise CheckpointError(
-            f"{where} is {list(value.shape)}, the model has {list(target.shape)}: they are of other sizes"
-        )
-    if value.is_floating_point() != target.is_floating_point() or value.is_complex() != target.is_complex():
-        raise CheckpointError(f"{where} is {value.dtype}, the model has {target.dtype}")
 
 
 def _names(names: Iterable[str]) -> str:
