@@ -196,10 +196,14 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
     return write_checkpoint(folder, staged(step, checkpoint))
 
 
-def staged(step: int, checkpoint: Checkpoint) -> Staged:
-    """A checkpoint with copies of the tensors' present values."""
-    aliases = aliases_of(checkpoint.tensors)
-    return Staged(step, copies(checkpoint.tensors, aliases), aliases, checkpoint.facts)
+def staged(step: int, checkpoint: Checkpoint, aliases: Mapping[str, str] | None = None) -> Staged:
+    """A checkpoint with copies on the CPU of the tensors' present values, but for aliases (None looks for them); a
+    `DTensor` stays one, with this process's part."""
+    aliases = aliases_of(checkpoint.tensors) if aliases is None else aliases
+    stored = {name: tensor.detach() for name, tensor in checkpoint.tensors.items() if name not in aliases}
+    # Different views of one storage become separate copies: safetensors refuses shared memory.
+    copies = {k: v.to("cpu", copy=True, memory_format=torch.contiguous_format) for k, v in stored.items()}
+    return Staged(step, copies, aliases, checkpoint.facts)
 
 
 def write_checkpoint(folder: Path, checkpoint: Staged) -> Path:
@@ -525,10 +529,3 @@ def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if value.numel() and (base := first.setdefault(identity, name)) != name:
             aliases[name] = base
     return aliases
-
-
-def copies(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Copies on the CPU of the tensors to store, without aliases; a `DTensor` stays one, with this process's part."""
-    stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}
-    # Different views of one storage become separate copies: safetensors refuses shared memory.
-    return {k: v.to("cpu", copy=True, memory_format=torch.contiguous_format) for k, v in stored.items()}

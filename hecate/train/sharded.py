@@ -142,8 +142,7 @@ def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
                     f"cannot save a checkpoint: tensor {name!r} is {one} on rank 0 and {other} on rank {rank}; all "
                     "ranks must have the same model and optimiser"
                 )
-    aliases: dict[str, str] = every[0][0]
-    return Staged(step, store.copies(tensors, aliases), aliases, checkpoint.facts)
+    return store.staged(step, Checkpoint(tensors, checkpoint.facts), every[0][0])
 
 
 def _sum_parts(tensor: Tensor) -> Tensor:

@@ -294,7 +294,7 @@ def sharded_like(run: Restorable, shapes: Mapping[str, Sequence[int]]) -> dict[s
     `restore` reports the differences."""
     tensors, _ = pack(run.model, run.optimizers.values())
     params = {f"optimizer/{name}": value for name, value in run.model.named_parameters()}
-    like = {name: tensors.get(name, params.get(name.rpartition("/")[0])) for name in shapes}
+    like: dict[str, Any] = {name: tensors.get(name, params.get(name.rpartition("/")[0])) for name in shapes}
     return {name: x for name, x in like.items() if is_sharded(x) and tuple(x.shape) == tuple(shapes[name])}
 
 

@@ -28,17 +28,8 @@ from hecate.distributed import overwrite
 from hecate.distributed.shard import settle
 from hecate.errors import CheckpointError, ConfigError, DataError, shorten
 from hecate.files import expect_free, read_whole, write_file, written_folder
-from hecate.train.checkpoint import (
-    MANIFEST,
-    Checkpoint,
-    best_checkpoint,
-    load_checkpoint,
-    newest_checkpoint,
-    refuse_link,
-    save_checkpoint,
-    summary,
-    write_tensors,
-)
+from hecate.train import checkpoint as store
+from hecate.train.checkpoint import MANIFEST, Checkpoint, load_checkpoint
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import check_opening, check_weights
@@ -78,7 +69,7 @@ def check_entries(folder: Path) -> None:
     """Refuses a folder with a link, a pipe or a device in place of one of a run's files or folders.
     [TRAIN-FOLDER-D1]"""
     for path in map(folder.joinpath, NAMES):
-        refuse_link(path)
+        store.refuse_link(path)
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise CheckpointError(f"{path} is a pipe or a device; put a run's own file in its place")
 
@@ -137,8 +128,8 @@ def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
     if (folder / MANIFEST).is_file():
         return folder, load_checkpoint(folder)
     check_entries(folder)
-    path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
-    chosen = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
+    path = store.best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
+    chosen = store.newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
     if chosen is None and (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} is an export, without a checkpoint; make a run of it with `hecate import`")
     if chosen is None:
@@ -268,9 +259,9 @@ def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} holds no model; name a checkpoint of a run")
     try:
         config = ExperimentConfig.model_validate(checkpoint.facts.get("config"))
-    except ConfigError:  # it may have kinds that are not imported here; the weights can be exported all the same
-        config = None
-    if config is not None:
+    except ConfigError:
+        pass  # it may have kinds that are not imported here; the weights can be exported all the same
+    else:
         check_weights(config)
     size = sum(value.nbytes for value in weights.values())
     check_room(size, f"{path} has tensors of a model", "use a larger machine", error=CheckpointError)
@@ -318,7 +309,7 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
     home = home_of(run)
     with written_folder(out, "choose another --out") as folder:
         if to == "safetensors":
-            write_tensors(tensors, folder / WEIGHTS)
+            store.write_tensors(tensors, folder / WEIGHTS)
         elif to == "torch":
             with (folder / "model.pt").open("wb") as file:
                 torch.save(tensors, file)
@@ -366,7 +357,7 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
         # With optimisers that have not stepped, and the data cursor at the beginning.
         checkpoint = trainer.checkpoint()
     with written_folder(out, "choose another --out") as folder:
-        save_checkpoint(folder / CHECKPOINTS, 0, checkpoint)
+        store.save_checkpoint(folder / CHECKPOINTS, 0, checkpoint)
         write_file(folder / CONFIG, dump_experiment(config))
         _copy_tokenizer(beside.parent, folder)
     return out
@@ -392,7 +383,7 @@ def begin_from(trainer: Trainer, path: Path) -> list[str]:
     if first := trainer.world.first_of(fault):  # on every rank, as the others would wait
         raise CheckpointError(f"init_from: {first[1]}")
     if trainer.world.size > 1:  # each rank has read its own file
-        trainer.world.agree({"init_from": {name: summary(value)["sha256"] for name, value in weights.items()}})
+        trainer.world.agree({"init_from": {name: store.summary(value)["sha256"] for name, value in weights.items()}})
     with torch.no_grad():
         for name, value in weights.items():
             overwrite(state[name], value.to(state[name].dtype))

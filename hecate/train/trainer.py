@@ -228,11 +228,8 @@ class Trainer:
                 prompt = next(iter(self.source.validation_batches(1, 1, 1))).tokens[0].tolist()
             else:
                 prompt = tokenizer.encode([how.prompt or "\n"])[0].tolist()
-            draws = torch.Generator().manual_seed(self.config.seed)
-            drawn = generate(
-                self.model, prompt, how.tokens, temperature=how.temperature, generator=draws, device=self.device
-            )
-            ids = [*prompt, *drawn]
+            choice: dict[str, Any] = {"temperature": how.temperature, "generator": seeded(self.config)}
+            ids = [*prompt, *generate(self.model, prompt, how.tokens, device=self.device, **choice)]
         return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
     @contextmanager
