@@ -183,11 +183,9 @@ def _rules() -> Table:
 
 def _other_settings(config: MemoryConfig) -> list[str]:
     """The fields other than the four knobs that are not at their default, in the form of `--set`."""
-    plain, fields = MemoryConfig(), []
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        if name not in MemoryRule.model_fields and value != getattr(plain, name):
-            fields.append(f"{name}={getattr(value, 'kind', value)}")
+    plain = MemoryConfig()
+    others = [(name, value) for name, value in config if name not in MemoryRule.model_fields]
+    fields = [f"{name}={getattr(value, 'kind', value)}" for name, value in others if value != getattr(plain, name)]
     return fields if not config.structure.transposed else ["structure.learns=key", *fields]
 
 
@@ -280,12 +278,9 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
     Raises:
         ConfigError: for an unknown rule.
     """
-    names = list(rules) or list(RULES)
-    for name in names:
-        named_rule(name)
-    for name in names:
+    configs = [(name, named_rule(name)) for name in list(rules) or RULES]  # all of them before the first is run
+    for name, config in configs:
         start = time.perf_counter()
-        config = MemoryConfig.model_validate(name)
         # The smallest model whose layer calls the same kernels, forward, backward and for one token.
         model = LanguageModel({"vocab_size": 2, "d_model": width, "layers": 1, "heads": 1, "memory": name})
         tokens = torch.randint(2, (16, 64), generator=torch.Generator().manual_seed(0))

@@ -26,7 +26,6 @@ FILES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
 """Presets that have a file of their own."""
 BACKBONES = {path.stem: path for path in sorted((_FOLDER / "backbones").glob("*.yaml"))}
 BY_BACKBONE = tuple(name for name in FILES if name.startswith("lm-"))
-_BUILT: tuple[tuple[Iterable[str], Iterable[str]], ...] = ((BY_RULE, RULES), (BY_BACKBONE, BACKBONES))
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d{1,9})\]")
 _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d{1,9}\])*")
 
@@ -35,8 +34,8 @@ def presets() -> list[str]:
     """Names of the presets that ship with hecate. Those of `BY_RULE` also exist as `PRESET-RULE`, with the rule's own
     settings (`mqar-RULE` limits chunks to `RECALL_CHUNK`); those of `BY_BACKBONE` also as `PRESET-BACKBONE`, with other
     blocks."""
-    built = [(name, part) for names, parts in _BUILT for name in names for part in parts]
-    return [*FILES, *(f"{name}-{part}" for name, part in built)]
+    by_rule = [f"{name}-{rule}" for name in BY_RULE for rule in RULES]
+    return [*FILES, *by_rule, *(f"{name}-{blocks}" for name in BY_BACKBONE for blocks in BACKBONES)]
 
 
 def folded_presets() -> list[str]:

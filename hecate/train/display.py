@@ -310,9 +310,7 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        # A second signal gets the original handler.
-        for known, handler in self._before.items():
-            signal.signal(known, handler)
+        self.__exit__()  # a second signal gets the original handler
         if self._raises:
             raise Interrupted
 
