@@ -20,7 +20,7 @@ from hecate.checks import Count, Size, check_shapes
 from hecate.data import Bundled, DataConfig
 from hecate.distributed import ParallelConfig
 from hecate.engine import Plan, explain
-from hecate.errors import ConfigError, DataError, shorten
+from hecate.errors import ConfigError, DataError, faults_at, faults_under, shorten
 from hecate.models import LanguageModelConfig
 from hecate.optim.base import Group, Named, OptimizerKind, Positive, Share
 from hecate.train.loggers import Asked, LoggerKind, Tensorboard
@@ -362,9 +362,8 @@ class ExperimentConfig(Config):
         """Parts of an experiment that do not fit together."""
         size = self.model.vocab_size
         try:
-            needed = self.data.vocabulary()
-        except ConfigError as error:
-            raise error.or_at("path").under("data") from None
+            with faults_under("data"), faults_at("path"):
+                needed = self.data.vocabulary()
         except DataError as error:
             raise ConfigError(str(error), ("data", "path")) from None
         if size is not None and size != needed:
@@ -373,10 +372,8 @@ class ExperimentConfig(Config):
                 f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {size}; leave it out and it is "
                 "filled in",
             )
-        try:
+        with faults_at("model", "d_model"):
             check_shapes({"embedding": (needed, self.model.d_model)}, "lower d_model")
-        except ConfigError as error:
-            raise error.or_at("model", "d_model") from None
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
             yield (

@@ -18,7 +18,7 @@ from hecate.distributed import World, adapt, copied, gathered, is_sharded, shard
 from hecate.distributed.context import Context, piece, share, sum_gradients, unshare
 from hecate.distributed.shard import materialise, part_of_step, settle
 from hecate.engine import check_exact
-from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError, faults_at, faults_under
 from hecate.late import forget, holding, look
 from hecate.models import LanguageModel
 from hecate.nn import Memory
@@ -401,10 +401,8 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     kind: OptimizerKind = optim.optimizer
     parameters = kind.trains(model)
-    try:
+    with faults_at("optim", "periods"):
         levels = level_groups(named, optim.periods) if optim.periods else []
-    except ConfigError as error:
-        raise error.or_at("optim", "periods") from None
     periods = {p: level["period"] for level in levels for p in level["params"]}
     trained: dict[tuple[str, ...], tuple[OptimizerKind, Named]] = {("optim", "optimizer"): (kind, parameters)}
     if isinstance(kind, PartialKind):
@@ -419,13 +417,11 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
         trained["optim", "optimizer", "fallback"] = kind.fallback, others
     optimizers: dict[str, Optimizer] = {}
     for path, (kind, owned) in trained.items():
-        try:
+        with faults_under(*path):
             if owned:
                 groups = parameter_groups(owned, optim.weight_decay, periods)
                 build = partial(kind.build, model, lr=optim.lr)
                 optimizers[kind.kind] = Leveled(groups, build) if kind.windowed and periods else build(groups)
-        except ConfigError as error:
-            raise error.under(*path) from None
     return optimizers
 
 
