@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -54,14 +55,6 @@ class ConfigError(HecateError, ValueError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
         return type(self), (self.problems,)
 
-    def under(self, *path: str | int) -> ConfigError:
-        """The same faults with a path put in front of each: this value is at that path in another."""
-        return type(self)(Problem(path + item.path, item.message) for item in self.problems)
-
-    def or_at(self, *path: str | int) -> ConfigError:
-        """The same faults; those without a path get this one."""
-        return type(self)(Problem(item.path or path, item.message) for item in self.problems)
-
     @classmethod
     def from_validation(cls, error: ValidationError) -> ConfigError:
         """The errors of a pydantic `ValidationError` as paths and sentences."""
@@ -82,6 +75,25 @@ class ConfigError(HecateError, ValueError):
                 template = _SENTENCES.get(line["type"], "{message}, got {shown}")
                 problems.append(Problem(path, template.format(**line.get("ctx", {}) | details)))
         return cls(problems)
+
+
+@contextmanager
+def faults_under(*path: str | int) -> Iterator[None]:
+    """Context in which a path is put in front of each fault of a `ConfigError`: the value is at that path in
+    another."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(Problem(path + item.path, item.message) for item in error.problems) from None
+
+
+@contextmanager
+def faults_at(*path: str | int) -> Iterator[None]:
+    """Context in which those faults of a `ConfigError` that have no path get this one."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(Problem(item.path or path, item.message) for item in error.problems) from None
 
 
 class ArgumentError(HecateError, TypeError):

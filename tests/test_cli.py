@@ -364,10 +364,10 @@ def test_estimate_counts_what_is_built(hecate, preset):
 )  # fmt: skip
 def test_presets_of_papers_are_of_their_size_and_say_what_is_ours(preset, rule):
     from hecate.train import load_experiment
-    from hecate.train.compose import _FILES, preset_about
+    from hecate.train.compose import FILES, preset_about
     from hecate.train.estimate import sizes_of
 
-    text, config = _FILES[preset].read_text(), load_experiment(preset)
+    text, config = FILES[preset].read_text(), load_experiment(preset)
     assert "ours" in text.lower() and preset_about(preset)
     model, budget, small = config.model, config.budget, preset.endswith("_170m")
     assert (model.d_model, model.layers, config.name) == (*((768, 12) if small else (1536, 24)), preset)
@@ -392,9 +392,9 @@ COUNTED = {"levels": "levels", "memory layers": "layers", "memories": "levels"}
 @pytest.mark.spec("TRAIN-LIST-D1")
 def test_a_preset_says_as_many_levels_and_layers_as_it_has():
     from hecate.train import load_experiment
-    from hecate.train.compose import _FILES, BACKBONES, BY_BACKBONE, preset_about
+    from hecate.train.compose import BACKBONES, BY_BACKBONE, FILES, preset_about
 
-    told = {name: (preset_about(name), name) for name in _FILES}
+    told = {name: (preset_about(name), name) for name in FILES}
     told |= {f"backbone {name}": (preset_about(name, BACKBONES), f"{BY_BACKBONE[0]}-{name}") for name in BACKBONES}
     assert len({about for about, _ in told.values()}) == len(told) and told["cms"][0] != told["backbone cms"][0]
     seen = 0

@@ -17,7 +17,7 @@ from hecate.cms.config import CMSConfig, LevelConfig
 from hecate.cms.health import LevelHealth, level_health, record_calls, warn_of_levels
 from hecate.distributed.context import Context, Shares
 from hecate.engine import EngineName, as_plain, log_linear_scan, written_before
-from hecate.errors import ConfigError, HealthWarning, ShapeError
+from hecate.errors import ConfigError, HealthWarning, ShapeError, faults_under
 from hecate.nn import LayerState, Memory
 from hecate.nn.arguments import Mask, check_sequence, check_state, check_type
 from hecate.nn.blocks import RMSNorm
@@ -189,10 +189,8 @@ class CMS(nn.Module):
         for index, (level, source) in enumerate(zip(config.levels, sources, strict=True)):
             options = {field: getattr(level, field) for field in LevelConfig.model_fields if field not in OF_LEVEL}
             options |= {"name": f"{name}/{level.name}", "generator": source, **how}
-            try:
+            with faults_under("levels", index):
                 self.levels.append(kind(d_model, level.heads or heads, level.rule, **options))
-            except ConfigError as error:
-                raise error.under("levels", index) from None
         residual = config.composition in ("sequential", "nested")
         self.norms = nn.ModuleList(RMSNorm(d_model, **place) for _ in config.levels if residual)
         shapes = [{name: tuple(w.shape) for name, w in each.initial.tensors.items()} for each in self.memories]

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from hecate.checks import check_room, expect, expect_tokens
-from hecate.errors import ConfigError, Problem, install_line, shorten
+from hecate.errors import ConfigError, Problem, faults_under, install_line, shorten
 from hecate.files import make_folder, refusing, write_file
 from hecate.hf.cache import (
     StateLayer,
@@ -109,10 +109,8 @@ class HecateConfig(PreTrainedConfig):
             if words.setdefault(field, name) != name and named[words[field]] != value:
                 both = f"{shorten(value)} and {shorten(named[field])}"
                 raise ConfigError(f"is {field} in other words, and both are set: {both}; keep one", (name,))
-        try:
+        with faults_under("model"):
             whole = LanguageModelConfig() if model is None else LanguageModelConfig.model_validate(model)
-        except ConfigError as error:
-            raise error.under("model") from None
         fields = {field: named[name] for field, name in words.items()}
         before = {"vocab_size": 256} if model is None else whole.model_dump()
         try:

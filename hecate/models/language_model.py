@@ -14,7 +14,7 @@ from hecate.checks import MAX_SIZE, Depth, Size, Taps, check_shapes, expect_toke
 from hecate.cms import CMS, CMSConfig, CMSState, LevelConfig, SelfReferenceConfig, SelfReferential
 from hecate.cms.config import Aggregation, Composition, Levels
 from hecate.distributed.context import Shares
-from hecate.errors import ConfigError, ShapeError
+from hecate.errors import ConfigError, ShapeError, faults_at, faults_under
 from hecate.models.rollback import Recorded, advance, take_back
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
@@ -117,11 +117,9 @@ class LanguageModelConfig(LayerConfig):
         for field in filter(self._is_set, () if self.plain else ("memory", *_RULE, *(() if refers else _AROUND))):
             reason = f"belongs to a block's plain memory, but {other} takes its place; set it within {other}"
             yield (field,), f"{reason} where it has such a field, or leave it out"
-        try:  # on the meta device, so that layers refuse here what they would refuse later
+        with faults_at("d_model"):  # on the meta device, so that layers refuse here what they would refuse later
             check_shapes({"embedding": (self.vocab_size or 1, self.d_model)}, "lower d_model")
             MemoryBlock(self, "layer", device="meta")
-        except ConfigError as error:
-            raise error.or_at("d_model") from None
 
     @property
     def plain(self) -> bool:
@@ -245,10 +243,8 @@ def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn
     elif levels is not None and not config._attends_alone:
         memory, levels = levels(), None
     if config.attention is not None:
-        try:
+        with faults_under("attention"):
             memory = Composed(*sizes, config.attention, memory, name=name, **how)
-        except ConfigError as error:
-            raise error.under("attention") from None
     # Levels are built last, so that parameters are drawn in the order of `reset_parameters`.
     return memory, None if levels is None else levels()
 

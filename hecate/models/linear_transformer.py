@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from hecate.checks import MAX_SIZE, Count, Depth, Size, named
-from hecate.errors import ConfigError, ShapeError
+from hecate.errors import ShapeError, faults_at
 from hecate.nn import LinearAttention
 from hecate.nn.arguments import Mask, check_sequence
 from hecate.nn.blocks import MLPS, Layers, Norm, hidden_width, norm_of
@@ -81,10 +81,9 @@ class LinearTransformerConfig(Config):
         if not hidden_width(self.hidden_size, self.mlp_ratio, "hidden_size") and self.mlp != "gated":
             reason = f"{self.mlp!r} with mlp_ratio={self.mlp_ratio:g}, which leaves the MLP out"
             yield ("mlp",), f"{reason}; give mlp_ratio a number above 0, or leave mlp out"
-        try:  # on the meta device, so that the attention refuses here what it would refuse later
+        # On the meta device, so that the attention refuses here what it would refuse later.
+        with faults_at("hidden_size"):
             TransformerLayer(self, "layer", device="meta")
-        except ConfigError as error:
-            raise error.or_at("hidden_size") from None
 
 
 _ATTENTION = ("feature_map", "causal", "normalizer", "eps", "kv_heads", "positions", "bias")

@@ -29,7 +29,7 @@ from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig, MemoryRule, named_rule
 from hecate.train import compose
-from hecate.train.compose import dump_experiment, load_experiment, preset_about, shipped_presets
+from hecate.train.compose import FILES, dump_experiment, load_experiment, preset_about
 from hecate.train.config import ExperimentConfig
 from hecate.train.document import dump_yaml, flow, parse_value, short
 from hecate.train.loggers import LoggerKind
@@ -51,21 +51,11 @@ EXTRAS = {
 LENGTH = 1024
 """Length of the sequence for which tables choose engines: many tokens, unlike a decoding step."""
 
-VARIANTS: dict[str, type[Variant]] = {
-    "phi": phi.FeatureMap,
-    "bias": bias.Bias,
-    "retention": retention.Retention,
-    "link": retention.Link,
-    "algorithm": algorithm.Algorithm,
-    "structure": structure.Structure,
-    "activation": activation.Activation,
-    "gating": gating.Gating,
-    "readout": readout.Readout,
-    "position": Position,
-    "data": DataConfig,
-    "optimizer": OptimizerKind,
-    "logger": LoggerKind,
-}
+_ROOTS: tuple[type[Variant], ...] = (
+    phi.FeatureMap, bias.Bias, retention.Retention, retention.Link, algorithm.Algorithm, structure.Structure,
+    activation.Activation, gating.Gating, readout.Readout, Position, DataConfig, OptimizerKind, LoggerKind,
+)  # fmt: skip
+VARIANTS = {"phi" if root is phi.FeatureMap else root._family: root for root in _ROOTS}
 _PRINTED: dict[type, Callable[[Any], Any]] = {
     bias.Bias: formula.formula_of,
     activation.Activation: formula.activation_nodes,
@@ -139,12 +129,11 @@ def _kernel(variant: Any) -> str:
         form: Any = _PRINTED[variant._family_type](variant())
     except ConfigError:
         return "depends on its settings"
-    if issubclass(variant, phi.FeatureMap):  # memories compute features in torch
-        if isinstance(form, str):
-            return f"torch: {form}"
-        return "printed, in optimisers" + " and on a GPU" * formula.is_cheap(variant())
+    of_keys = issubclass(variant, phi.FeatureMap)  # memories compute features in torch
     if isinstance(form, str):
-        return f"token loop: {form}"
+        return f"{'torch' if of_keys else 'token loop'}: {form}"
+    if of_keys:
+        return "printed, in optimisers" + " and on a GPU" * formula.is_cheap(variant())
     if isinstance(form, formula.RetentionFormula):
         return "printed" if form.cellwise else "printed, for whole weights"
     return "printed" if getattr(form, "coordinatewise", True) else "printed, for whole rows"
@@ -194,11 +183,9 @@ def _rules() -> Table:
 
 def _other_settings(config: MemoryConfig) -> list[str]:
     """The fields other than the four knobs that are not at their default, in the form of `--set`."""
-    plain, fields = MemoryConfig(), []
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        if name not in MemoryRule.model_fields and value != getattr(plain, name):
-            fields.append(f"{name}={getattr(value, 'kind', value)}")
+    plain = MemoryConfig()
+    others = [(name, value) for name, value in config if name not in MemoryRule.model_fields]
+    fields = [f"{name}={getattr(value, 'kind', value)}" for name, value in others if value != getattr(plain, name)]
     return fields if not config.structure.transposed else ["structure.learns=key", *fields]
 
 
@@ -212,7 +199,7 @@ def _engines() -> Table:
 
 
 def _presets() -> Table:
-    shipped = {name: load_experiment(name) for name in shipped_presets()}
+    shipped = {name: load_experiment(name) for name in FILES}
     rows = [[name, config.data.kind, preset_about(name), str(config.budget.steps)] for name, config in shipped.items()]
     rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in compose.BY_RULE]
     rows += [["lm-SIZE-" + name, "", preset_about(name, compose.BACKBONES), ""] for name in compose.BACKBONES]
@@ -291,12 +278,9 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
     Raises:
         ConfigError: for an unknown rule.
     """
-    names = list(rules) or list(RULES)
-    for name in names:
-        named_rule(name)
-    for name in names:
+    configs = [(name, named_rule(name)) for name in list(rules) or RULES]  # all of them before the first is run
+    for name, config in configs:
         start = time.perf_counter()
-        config = MemoryConfig.model_validate(name)
         # The smallest model whose layer calls the same kernels, forward, backward and for one token.
         model = LanguageModel({"vocab_size": 2, "d_model": width, "layers": 1, "heads": 1, "memory": name})
         tokens = torch.randint(2, (16, 64), generator=torch.Generator().manual_seed(0))
@@ -366,7 +350,7 @@ def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:
     _check_known("family", family, FAMILIES)
     if family == "presets":
         _check_known("preset", name, compose.presets())
-        about = f"{preset_about(name)}\n\n" if name in shipped_presets() else ""
+        about = f"{preset_about(name)}\n\n" if name in FILES else ""
         return f"{name}: {about}{dump_experiment(load_experiment(name))}".rstrip(), None, f"hecate train {name}"
     if family == "rules":
         _check_known("rule", name, RULES)

@@ -108,7 +108,9 @@ class Spread(Config):
     pieces: tuple[Piece, ...]
 
     def conflicts(self) -> Conflicts:
-        """Blocks that leave out an element, or have one twice."""
+        """An unknown dtype, and blocks that leave out an element, or have one twice."""
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            yield ("dtype",), f"there is no dtype {self.dtype!r}"
         boxes = [list(zip(p.offset, p.shape, strict=False)) for p in self.pieces]
         if math.prod(max(n, 1) for n in self.shape) > MAX_COUNT:  # torch cannot make such a tensor, even on meta
             yield ("shape",), f"must be of at most {MAX_COUNT:,} numbers"
@@ -159,7 +161,7 @@ class ShardedContent(Manifest):
         claimed = Counter[str]()
         for name, spread in self.tensors.items():
             for piece in spread.pieces:
-                claimed[piece.file] += _itemsize(spread.dtype) * math.prod(piece.shape)
+                claimed[piece.file] += getattr(torch, spread.dtype).itemsize * math.prod(piece.shape)
             unknown = [piece.file for piece in spread.pieces if piece.file not in self.files]
             twice = [file for file, times in Counter(piece.file for piece in spread.pieces).items() if times > 1]
             if unknown or twice:
@@ -167,12 +169,6 @@ class ShardedContent(Manifest):
         for file, size in claimed.items():
             if size > self.files[file].bytes:
                 yield ("files", file), f"must hold blocks of {size:,} bytes, got {self.files[file].bytes:,}"
-
-
-def _itemsize(dtype: str) -> int:
-    """Bytes per element; 1 for an unknown dtype."""
-    kind = getattr(torch, dtype, None)
-    return kind.itemsize if isinstance(kind, torch.dtype) else 1
 
 
 def tiles(boxes: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> bool:
@@ -200,10 +196,14 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
     return write_checkpoint(folder, staged(step, checkpoint))
 
 
-def staged(step: int, checkpoint: Checkpoint) -> Staged:
-    """A checkpoint with copies of the tensors' present values."""
-    aliases = aliases_of(checkpoint.tensors)
-    return Staged(step, copies(checkpoint.tensors, aliases), aliases, checkpoint.facts)
+def staged(step: int, checkpoint: Checkpoint, aliases: Mapping[str, str] | None = None) -> Staged:
+    """A checkpoint with copies on the CPU of the tensors' present values, but for aliases (None looks for them); a
+    `DTensor` stays one, with this process's part."""
+    aliases = aliases_of(checkpoint.tensors) if aliases is None else aliases
+    stored = {name: tensor.detach() for name, tensor in checkpoint.tensors.items() if name not in aliases}
+    # Different views of one storage become separate copies: safetensors refuses shared memory.
+    copies = {k: v.to("cpu", copy=True, memory_format=torch.contiguous_format) for k, v in stored.items()}
+    return Staged(step, copies, aliases, checkpoint.facts)
 
 
 def write_checkpoint(folder: Path, checkpoint: Staged) -> Path:
@@ -325,9 +325,9 @@ def _join_blocks(path: Path, content: ShardedContent) -> dict[str, Tensor]:
         for name, _ in sorted(shapes ^ {(name, piece.shape) for name, piece in listed.items()}):
             raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
     # The files agree with the manifest; next, whether the tensors fit into memory.
-    sizes = [_itemsize(item.dtype) * math.prod(item.shape) for item in content.tensors.values()]
+    sizes = [getattr(torch, item.dtype).itemsize * math.prod(item.shape) for item in content.tensors.values()]
     check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)
-    stored = {name: torch.empty(x.shape, dtype=dtype_of(path, name, x)) for name, x in content.tensors.items()}
+    stored = {name: torch.empty(x.shape, dtype=getattr(torch, x.dtype)) for name, x in content.tensors.items()}
     for file, listed in blocks.items():
         with _open_tensors(path / file) as opened:
             for name, piece in listed.items():
@@ -348,14 +348,6 @@ def _open_tensors(file: Path) -> Iterator[Any]:
         raise bad(file, "is missing") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise bad(file, f"is truncated or not a safetensors file ({error})") from None
-
-
-def dtype_of(path: Path, name: str, item: Summary | Spread) -> torch.dtype:
-    """The dtype of a stored tensor."""
-    dtype = getattr(torch, item.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise bad(path / MANIFEST, f"is not valid: tensors.{name}.dtype: there is no dtype {item.dtype!r}")
-    return dtype
 
 
 def named(dtype: torch.dtype) -> str:
@@ -537,10 +529,3 @@ def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if value.numel() and (base := first.setdefault(identity, name)) != name:
             aliases[name] = base
     return aliases
-
-
-def copies(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Copies on the CPU of the tensors to store, without aliases; a `DTensor` stays one, with this process's part."""
-    stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}
-    # Different views of one storage become separate copies: safetensors refuses shared memory.
-    return {k: v.to("cpu", copy=True, memory_format=torch.contiguous_format) for k, v in stored.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +22,10 @@ BY_RULE = ("mqar", "quickstart")
 RECALL_CHUNK = 8
 """Longest chunk of `mqar-RULE`: what is committed per chunk can only be recalled in later chunks."""
 _FOLDER = Path(__file__).resolve().parent.parent / "presets"
-_FILES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
+FILES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
+"""Presets that have a file of their own."""
 BACKBONES = {path.stem: path for path in sorted((_FOLDER / "backbones").glob("*.yaml"))}
-BY_BACKBONE = tuple(name for name in _FILES if name.startswith("lm-"))
-_BUILT: tuple[tuple[Iterable[str], Iterable[str]], ...] = ((BY_RULE, RULES), (BY_BACKBONE, BACKBONES))
+BY_BACKBONE = tuple(name for name in FILES if name.startswith("lm-"))
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d{1,9})\]")
 _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d{1,9}\])*")
 
@@ -33,21 +34,16 @@ def presets() -> list[str]:
     """Names of the presets that ship with hecate. Those of `BY_RULE` also exist as `PRESET-RULE`, with the rule's own
     settings (`mqar-RULE` limits chunks to `RECALL_CHUNK`); those of `BY_BACKBONE` also as `PRESET-BACKBONE`, with other
     blocks."""
-    built = [(name, part) for names, parts in _BUILT for name in names for part in parts]
-    return [*_FILES, *(f"{name}-{part}" for name, part in built)]
+    by_rule = [f"{name}-{rule}" for name in BY_RULE for rule in RULES]
+    return [*FILES, *by_rule, *(f"{name}-{blocks}" for name in BY_BACKBONE for blocks in BACKBONES)]
 
 
 def folded_presets() -> list[str]:
     """`presets` in short: variants by rule as PRESET-RULE, by backbone as lm-SIZE-BACKBONE."""
-    return [*_FILES, *(f"{name}-RULE" for name in BY_RULE), "lm-SIZE-BACKBONE"]
+    return [*FILES, *(f"{name}-RULE" for name in BY_RULE), "lm-SIZE-BACKBONE"]
 
 
-def shipped_presets() -> list[str]:
-    """Names of the presets that have a file of their own."""
-    return list(_FILES)
-
-
-def preset_about(name: str, files: Mapping[str, Path] = _FILES) -> str:
+def preset_about(name: str, files: Mapping[str, Path] = FILES) -> str:
     """Description of a preset, or of one of the `BACKBONES`: the first sentence of its file's comment."""
     lines = files[name].read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
@@ -116,27 +112,27 @@ def _real_path(path: Path) -> Path:
 
 
 def _preset(name: str) -> tuple[Document, Path]:
-    if name in _FILES:
-        return read_yaml(_FILES[name]), _FILES[name]
+    if name in FILES:
+        return read_yaml(FILES[name]), FILES[name]
     stem, _, part = name.rpartition("-")
-    mark = f"preset {name}"
     replaced: tuple[str, ...] = ("memory",)
     if stem in BY_BACKBONE and part in BACKBONES:
         over = read_yaml(BACKBONES[part])
     elif stem in BY_RULE and part in RULES:
         chunked = stem == "mqar" and RULES[part].config.chunk > RECALL_CHUNK
-        memory = {"kind": part, "chunk": RECALL_CHUNK} if chunked else part
-        over = Document({"memory": memory}, {(): mark, ("memory",): mark}, mark)
+        over = Document({"memory": {"kind": part, "chunk": RECALL_CHUNK} if chunked else part}, {}, "")
         # The rule brings its own layer, so the preset's settings of the layer are dropped as well.
         replaced += LanguageModelConfig.follows
     else:
         listing = not_known(name[:80], folded_presets(), did_you_mean(name[:80], presets()))
         raise ConfigError(f"no preset {shorten(name)}{listing} A file must end in .yaml or .yml")
-    document = read_yaml(_FILES[stem])
-    marks = {**document.marks, ("name",): mark}
+    document = read_yaml(FILES[stem])
     around = {key: value for key, value in document.value.get("model", {}).items() if key not in replaced}
-    model = _merge(around, over.value, ("model",), marks, {("model", *path): mark for path, mark in over.marks.items()})
-    return Document({**document.value, "name": name, "model": model}, marks, document.label), _FILES[stem]
+    base = document._replace(value={**document.value, "model": around})
+    named = {"name": name, "model": over.value}
+    marks = dict.fromkeys(settings(named), f"preset {name}")
+    marks |= {("model", *path): mark for path, mark in over.marks.items()}
+    return _merged(base, Document(named, marks, document.label)), FILES[stem]
 
 
 def _extend(opened: tuple[Document, Path], chain: list[Path]) -> Document:
@@ -156,31 +152,30 @@ def _extend(opened: tuple[Document, Path], chain: list[Path]) -> Document:
         if any("  [" in p.message for p in error.problems):
             raise
         raise ConfigError(Problem(p.path or ("extends",), f"{p.message}  [{mark}]") for p in error.problems) from None
-    marks = dict(base.marks)
-    return Document(_merge(base.value, rest, (), marks, document.marks), marks, document.label)
+    return _merged(base, document._replace(value=rest))
 
 
-def _merge(base: Any, over: Any, path: Location, marks: dict[Location, str], new: dict[Location, str]) -> Any:
+def _merged(base: Document, over: Document) -> Document:
+    """A document with the settings of another over its own."""
+    value = _merge(base.value, over.value)
+    return Document(value, _marks_of(value, {**base.marks, **over.marks}), over.label)
+
+
+def _marks_of(value: Any, marks: dict[Location, str]) -> dict[Location, str]:
+    """The marks of settings that there are."""
+    known = settings(value)
+    return {path: mark for path, mark in marks.items() if path in known}
+
+
+def _merge(base: Any, over: Any) -> Any:
     """`over` merged into `base`; a mapping of another kind replaces the old one, as its fields are others."""
     # `phi: elu` in the base and fields of it in `over`: the text is its kind.
     if isinstance(base, str) and isinstance(over, dict) and "kind" not in over:
         base = {"kind": base}
     mappings = isinstance(over, dict) and isinstance(base, dict)
     if not (mappings and ("kind" not in over or over["kind"] == base.get("kind", over["kind"]))):
-        _remark(path, marks, new)
         return over
-    if path in new:
-        marks[path] = new[path]
-    merged = dict(base)
-    for key, value in over.items():
-        merged[key] = _merge(base.get(key), value, (*path, key), marks, new)
-    return merged
-
-
-def _remark(path: Location, marks: dict[Location, str], new: dict[Location, str]) -> None:
-    for stale in [p for p in marks if p[: len(path)] == path]:
-        del marks[stale]
-    marks.update({p: mark for p, mark in new.items() if p[: len(path)] == path})
+    return base | {key: _merge(base.get(key), value) for key, value in over.items()}
 
 
 class _Override(NamedTuple):
@@ -212,23 +207,22 @@ def _parse_override(text: str) -> _Override:
 
 def _apply(document: Document, overrides: list[_Override]) -> Document:
     """Applies overrides; those that choose a kind come before those that set its fields."""
-    try:  # to the resolved settings, so that fields of default values can be set as well
+    known = value = document.value
+    with suppress(ConfigError):  # the overrides may repair it
         config = ExperimentConfig.model_validate(document.value)
-        value = config.model_dump(mode="json")
-        known = list(paths(value))
-        value = _drop_unset(config, value)
-    except ConfigError:  # the overrides may repair it
-        value = document.value
-        known = list(paths(value))
-    resolved = [item._replace(path=_full_path(item, known)) for item in overrides]
-    marks, texts = dict(document.marks), dict[Location, str]()
+        # The resolved settings, so that fields of default values can be set as well.
+        known = config.model_dump(mode="json")
+        value = _drop_unset(config, known)
+    resolved = [item._replace(path=_full_path(item, list(settings(known)))) for item in overrides]
+    marks, texts = document.marks, dict[Location, str]()
     # Outer settings first: choosing a kind drops fields that were set before.
     for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
         subject = _subject(item.path)
         if subject in texts:
             raise ConfigError(f"set twice, {texts[subject]} and {item.text}", subject)
         texts[subject] = item.text
-        value = _assign(value, item.path, (), item, marks)
+        value = _assign(value, item.path, (), item)
+        marks = _marks_of(value, marks) | dict.fromkeys(settings(item.value, item.path), item.text)
     return Document(value, marks, document.label)
 
 
@@ -246,13 +240,13 @@ def _subject(path: Location) -> Location:
     return path[:-1] if path[-1] == "kind" else path
 
 
-def paths(value: Any, path: Location = ()) -> Iterable[Location]:
-    """The paths of all settings in a tree."""
-    if path:
-        yield path
-    keys: Iterable[Any] = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+def settings(tree: Any, path: Location = ()) -> dict[Location, Any]:
+    """All settings in a tree by their paths, those that hold others as well."""
+    values = {path: tree} if path else {}
+    keys: Iterable[Any] = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
     for key in keys:
-        yield from paths(value[key], (*path, key))
+        values |= settings(tree[key], (*path, key))
+    return values
 
 
 def _full_path(item: _Override, known: list[Location]) -> Location:
@@ -272,16 +266,15 @@ def _full_path(item: _Override, known: list[Location]) -> Location:
     raise ConfigError(f"no such setting.{did_you_mean(item.path[-1], names)}  [{item.text}]", item.path)
 
 
-def _assign(value: Any, rest: Location, path: Location, item: _Override, marks: dict[Location, str]) -> Any:
+def _assign(value: Any, rest: Location, path: Location, item: _Override) -> Any:
     if not rest:
-        _remark(path, marks, {path: item.text})
         return item.value
     head, here = rest[0], (*path, rest[0])
     if isinstance(head, int):
         if not isinstance(value, list) or head >= len(value):
             size = f"a list of {len(value)}" if isinstance(value, list) else "no list"
             raise ConfigError(f"there is {size} here; give an index below its length  [{item.text}]", here)
-        return [_assign(v, rest[1:], here, item, marks) if i == head else v for i, v in enumerate(value)]
+        return [_assign(v, rest[1:], here, item) if i == head else v for i, v in enumerate(value)]
     if isinstance(value, str):
         value = {"kind": value}
     if value is not None and not isinstance(value, dict):
@@ -290,6 +283,5 @@ def _assign(value: Any, rest: Location, path: Location, item: _Override, marks: 
     # Another kind has other fields: the old ones are dropped.
     if rest == ("kind",) and fields.get("kind") != item.value:
         fields = {}
-        _remark(path, marks, {})
-    fields[head] = _assign(fields.get(head), rest[1:], here, item, marks)
+    fields[head] = _assign(fields.get(head), rest[1:], here, item)
     return fields

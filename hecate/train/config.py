@@ -20,10 +20,10 @@ from hecate.checks import Count, Size, check_shapes
 from hecate.data import Bundled, DataConfig
 from hecate.distributed import ParallelConfig
 from hecate.engine import Plan, explain
-from hecate.errors import ConfigError, DataError, shorten
+from hecate.errors import ConfigError, DataError, faults_at, faults_under, shorten
 from hecate.models import LanguageModelConfig
 from hecate.optim.base import Group, Named, OptimizerKind, Positive, Share
-from hecate.train.loggers import LoggerKind, Tensorboard
+from hecate.train.loggers import Asked, LoggerKind, Tensorboard
 from hecate.variant import Config, Conflicts, FrozenDict
 
 
@@ -362,9 +362,8 @@ class ExperimentConfig(Config):
         """Parts of an experiment that do not fit together."""
         size = self.model.vocab_size
         try:
-            needed = self.data.vocabulary()
-        except ConfigError as error:
-            raise error.or_at("path").under("data") from None
+            with faults_under("data"), faults_at("path"):
+                needed = self.data.vocabulary()
         except DataError as error:
             raise ConfigError(str(error), ("data", "path")) from None
         if size is not None and size != needed:
@@ -373,10 +372,8 @@ class ExperimentConfig(Config):
                 f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {size}; leave it out and it is "
                 "filled in",
             )
-        try:
+        with faults_at("model", "d_model"):
             check_shapes({"embedding": (needed, self.model.d_model)}, "lower d_model")
-        except ConfigError as error:
-            raise error.or_at("model", "d_model") from None
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
             yield (
@@ -398,11 +395,9 @@ class ExperimentConfig(Config):
                     f"must be at most budget.steps, {steps}, got {period}: those parameters would never step",
                 )
 
-    def asked_loggers(self) -> list[tuple[tuple[str | int, ...], LoggerKind]]:
+    def asked_loggers(self) -> list[Asked]:
         """Every logger once, with the path of the setting that asks for it."""
-        asked: list[tuple[tuple[str | int, ...], LoggerKind]] = [
-            (("loggers", number), kind) for number, kind in enumerate(self.loggers)
-        ]
+        asked: list[Asked] = [(("loggers", number), kind) for number, kind in enumerate(self.loggers)]
         if self.tensorboard and not any(isinstance(kind, Tensorboard) for kind in self.loggers):
             asked.append((("tensorboard",), Tensorboard()))
         return asked

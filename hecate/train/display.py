@@ -287,18 +287,15 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def check(self) -> None:
-        """Raises `Interrupted` if a signal has arrived."""
-        if self.received is not None:
+        """Raises `Interrupted` if a signal has arrived that may cut work short."""
+        if self._interrupts and self.received is not None:
             raise Interrupted
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Around work that may be abandoned: a signal, earlier or during it, raises `Interrupted` at once."""
-        if not self._interrupts:
-            yield
-            return
         self.check()
-        self._raises = True
+        self._raises = self._interrupts
         try:
             yield
         finally:
@@ -313,9 +310,7 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        # A second signal gets the original handler.
-        for known, handler in self._before.items():
-            signal.signal(known, handler)
+        self.__exit__()  # a second signal gets the original handler
         if self._raises:
             raise Interrupted
 

@@ -105,14 +105,12 @@ def short(value: Any) -> Any:
     """A config as a user would write it: without fields at their defaults, a kind without settings as its name."""
     if isinstance(value, BaseModel):
         # Not by `model_dump`: variants in fields are shortened as well.
-        fields = {name: getattr(value, name) for name in type(value).model_fields}
-        kind = {"kind": fields.pop("kind")} if "kind" in fields else {}
-        defaults = type(value).model_fields
-        settings = {
-            name: short(setting) for name, setting in fields.items()
-            if defaults[name].is_required() or setting != defaults[name].get_default(call_default_factory=True)
-        }  # fmt: skip
-        return kind["kind"] if kind and not settings else kind | settings
+        usual = {n: field.get_default(call_default_factory=True) for n, field in type(value).model_fields.items()}
+        settings = {name: short(setting) for name, setting in value if name != "kind" and setting != usual[name]}
+        kind = vars(value).get("kind")
+        if kind is None:
+            return settings
+        return {"kind": kind, **settings} if settings else kind
     if isinstance(value, Mapping):
         return {key: short(entry) for key, entry in value.items()}
     return [short(entry) for entry in value] if isinstance(value, (tuple, list)) else value

@@ -44,9 +44,11 @@ class Score(NamedTuple):
         return {"validation_loss": self.loss, "accuracy": self.accuracy, metric: self.value(metric)}
 
 
-def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats over labelled positions, in float32."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+def batch_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats, in float32: the mean over labelled positions, or without a reduction that of all
+    positions, 0 where there is no label."""
+    logits, targets = logits.flatten(0, 1).float(), targets.flatten()
+    return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)
 
 
 def bytes_per_label(targets: Tensor, lengths: Tensor | None) -> float:
@@ -157,12 +159,7 @@ def loss_by_position(
                 part = batch.part(span=slice(first, first + piece))
                 carried = () if state is None else (state,)
                 logits, state = model(part.tokens.to(device), *carried, **resets_of(part, device))
-                losses = functional.cross_entropy(
-                    logits.flatten(0, 1).float(),
-                    part.targets.flatten().to(device),
-                    ignore_index=IGNORED,
-                    reduction="none",
-                ).cpu()
+                losses = batch_loss(logits, part.targets.to(device), "none").cpu()
                 labelled = part.targets.flatten() != IGNORED
                 buckets.add(places[:, first : first + piece].flatten()[labelled], losses[labelled].double())
     return buckets.positions()

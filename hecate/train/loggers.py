@@ -11,17 +11,16 @@ import secrets
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from hecate.errors import CheckpointError, ConfigError, HookError, install_line
 from hecate.files import lock, read_whole, refusing, sync, write_file
+from hecate.train.document import Location
 from hecate.variant import Variant
 
 Record = dict[str, Any]
-Place = tuple[str | int, ...]
-"""Path of a setting in the config."""
 
 
 class Logger(ABC):
@@ -155,7 +154,11 @@ def identity_of(folder: Path) -> str:
         return file.read_text(encoding="utf-8").strip()
 
 
-def check_loggers(asked: Iterable[tuple[Place, LoggerKind]]) -> None:
+Asked = tuple[Location, LoggerKind]
+"""A logger, and the path of the setting that asks for it."""
+
+
+def check_loggers(asked: Iterable[Asked]) -> None:
     """Refuses a logger whose package is not installed, naming the setting that asks for it, and two of one kind."""
     kinds: set[str] = set()
     for path, kind in asked:
@@ -169,9 +172,7 @@ def check_loggers(asked: Iterable[tuple[Place, LoggerKind]]) -> None:
             raise ConfigError(f"needs {kind.name}: {install_line('track')}, or leave it {out}", path) from error
 
 
-def open_loggers(
-    asked: Iterable[tuple[Place, LoggerKind]], folder: Path, config: Mapping[str, Any]
-) -> Iterator[tuple[str, Logger]]:
+def open_loggers(asked: Iterable[Asked], folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Logger]]:
     """Opens the loggers of a run, and yields each with its name."""
     for _, kind in asked:
         with telling(f"logger {kind.kind}"):
@@ -206,7 +207,7 @@ _HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # the header of a sam
 _AFTER = "continue with --resume"
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Writer that appends records to metrics.jsonl, and passes them to `loggers`, pairs of name and logger.
 
     One process at a time can write: the lock ends with the process, however it ends. [TRAIN-RUN-D6]
@@ -278,9 +279,6 @@ class MetricsWriter:
                     "run folder is now, or start again"
                 )
             yield
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:

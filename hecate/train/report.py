@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from statistics import median_high
@@ -56,11 +57,12 @@ def write_report(
         return
     records = read_metrics(folder / "metrics.jsonl")
     environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+    facts = [(name, _line(str(fact))) for name, fact in trainer.source.describe().items()]
     sections = {
         "Levels": _levels(health),
         "Size": _sizes(trainer, leaves, records),
         "Settings": _settings(trainer),
-        "Data": _facts(trainer.source.describe()),
+        "Data": markdown_table(("fact", "value"), facts),
         "State after one validation sequence": _states(leaves, config.seq_len) if leaves else "",
         "Repeat": _commands(folder, environment, foreign=trainer.own_model),
     }
@@ -111,13 +113,7 @@ def _outcome(trainer: Trainer, environment: Mapping[str, Any], status: str) -> s
     )
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
-    return markdown_table(("fact", "value"), [(name, _line(str(fact))) for name, fact in facts.items()])
-
-
-def _line(text: str) -> str:
-    """An untrusted text as one line, so that it cannot end the code block or cell that shows it."""
-    return printable(text, MESSAGE)
+_line = partial(printable, most=MESSAGE)  # an untrusted text must not end the code block or cell that shows it
 
 
 def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) -> str:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from hecate.errors import CheckpointError, HecateError
 from hecate.files import cure, write_file
 from hecate.train import checkpoint as store
 from hecate.train.checkpoint import Checkpoint, Content, Piece, ShardedContent, Skipped, Spread, Staged, bad, named
-from hecate.train.state import Restorable, blank
+from hecate.train.state import Restorable, sharded_like
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -83,23 +83,34 @@ class Team:
         data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         # Lengths first, then texts padded to the longest: a gather takes tensors of one size.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        try:
+        with _together(what):
             distributed.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
             texts = [torch.zeros(max(map(int, lengths)), dtype=torch.uint8) for _ in lengths]
             padded = torch.cat([data, torch.zeros(len(texts[0]) - len(data), dtype=torch.uint8)])
             distributed.all_gather(texts, padded, group=self.group)
-        except RuntimeError as error:
-            raise lost(what, error) from None
         return [json.loads(text[: int(n)].numpy().tobytes()) for text, n in zip(texts, lengths, strict=True)]
 
 
-def lost(what: str, error: BaseException) -> store.LeftAloneError:
-    """The error for a failed exchange: another process has ended, or does not answer."""
-    first = str(error).strip().partition("\n")[0]
-    return store.LeftAloneError(
-        f"cannot {what}: another process of the run has ended or does not answer ({first}); start the run again with "
-        "--resume (earlier checkpoints are intact)"
-    )
+@contextmanager
+def _together(what: str, instead: str = "") -> Iterator[None]:
+    """Context of what all ranks do together: a failure on one is a `CheckpointError` on all, with the remedy `instead`,
+    and a `LeftAloneError` if another process has ended, or does not answer."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # of DCP, the same on all ranks
+        faults = {rank: fault for rank, (fault, _) in sorted(error.failures.items())}
+        reasons = "; ".join(f"rank {n}: {getattr(fault, 'strerror', None) or fault}" for n, fault in faults.items())
+        cures = [cure(fault) for fault in faults.values() if isinstance(fault, OSError) and cure(fault)]
+        remedy = f"; {' or '.join([*cures[:1], instead])}" if instead else ""
+        raise CheckpointError(f"cannot {what}: {reasons}{remedy}") from None
+    except RuntimeError as error:
+        first = str(error).strip().partition("\n")[0]
+        raise store.LeftAloneError(
+            f"cannot {what}: another process of the run has ended or does not answer ({first}); start the run again "
+            "with --resume (earlier checkpoints are intact)"
+        ) from None
 
 
 def group_of(world: World) -> ProcessGroup | None:
@@ -131,8 +142,7 @@ def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
                     f"cannot save a checkpoint: tensor {name!r} is {one} on rank 0 and {other} on rank {rank}; all "
                     "ranks must have the same model and optimiser"
                 )
-    aliases: dict[str, str] = every[0][0]
-    return Staged(step, store.copies(tensors, aliases), aliases, checkpoint.facts)
+    return store.staged(step, Checkpoint(tensors, checkpoint.facts), every[0][0])
 
 
 def _sum_parts(tensor: Tensor) -> Tensor:
@@ -167,23 +177,18 @@ def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
         _write_blocks(what, temporary, checkpoint.tensors, team)
         parts = team.all(what, lambda: _blocks(temporary, team.rank))
 
-        def conclude() -> None:
-            if first:
-                write_file(temporary / store.MANIFEST, _manifest(checkpoint, temporary, parts))
-
-        team.all(what, conclude)
+        team.all(what, lambda: _write_manifest(checkpoint, temporary, parts) if first else None)
         team.all(what, stack.close)  # here rank 0 publishes it
     return target
 
 
 def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: Team) -> None:
     """Writes each rank's blocks to its own file, and forces it to disk."""
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    try:
+    with _together(what, "choose another --out (earlier checkpoints are intact)"):
         save(
             dict(stored),
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
@@ -191,20 +196,6 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
             process_group=team.group,
         )
-    except CheckpointException as error:  # the same on all ranks
-        faults = [fault for fault, _ in error.failures.values()]
-        help_ = next((f"{cure(fault)} or " for fault in faults if isinstance(fault, OSError) and cure(fault)), "")
-        raise CheckpointError(
-            f"cannot {what}: {_reasons(error)}; {help_}choose another --out (earlier checkpoints are intact)"
-        ) from None
-    except RuntimeError as error:
-        raise lost(what, error) from None
-
-
-def _reasons(error: Any) -> str:
-    """The failures in an error of DCP, as text, by rank."""
-    faults = sorted((rank, pair[0]) for rank, pair in error.failures.items())
-    return "; ".join(f"rank {rank}: {getattr(fault, 'strerror', None) or fault}" for rank, fault in faults)
 
 
 def _blocks(folder: Path, rank: int) -> dict[str, Any]:
@@ -229,8 +220,8 @@ def _stored_blocks(metadata: Metadata) -> list[Block]:
     ]
 
 
-def _manifest(checkpoint: Staged, folder: Path, parts: list[Any]) -> str:
-    """The text of the manifest; refuses if rank 0 does not see a file that another rank has written."""
+def _write_manifest(checkpoint: Staged, folder: Path, parts: list[Any]) -> None:
+    """Writes the manifest; refuses if rank 0 does not see a file that another rank has written."""
     files = {name: described for part in parts for name, described in part["files"].items()}
     for name, described in files.items():
         # If the disk is not shared, this is where it is noticed at the latest, before anything is published.
@@ -244,7 +235,8 @@ def _manifest(checkpoint: Staged, folder: Path, parts: list[Any]) -> str:
     }
     for name, piece in sorted((pair for part in parts for pair in part["pieces"]), key=lambda pair: pair[1]["file"]):
         tensors[name]["pieces"].append(piece)
-    return store.manifest_text(store.SHARDED, **checkpoint._asdict() | {"files": files, "tensors": tensors})
+    text = store.manifest_text(store.SHARDED, **checkpoint._asdict() | {"files": files, "tensors": tensors})
+    write_file(folder / store.MANIFEST, text)
 
 
 def verified(path: Path, team: Team) -> Content | ShardedContent:
@@ -278,7 +270,6 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
     (hashing is shared among the ranks). Tensors with other names are not read. Raises the same `CheckpointError` on all
     ranks before anything is changed, unless the disk fails while reading.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -297,12 +288,8 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
     views = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
     while views:  # aliases of one stored tensor may differ in placement, so each pass loads one name per stored tensor
         now = {content.aliases.get(name, name): name for name in views}
-        try:
+        with _together(what):
             load({base: views.pop(name) for base, name in now.items()}, storage_reader=reader, process_group=team.group)
-        except CheckpointException as error:
-            raise CheckpointError(f"cannot {what}: {_reasons(error)}") from None
-        except RuntimeError as error:
-            raise lost(what, error) from None
 
 
 def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metadata) -> None:
@@ -317,7 +304,7 @@ def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metad
         raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """Writer of a run's checkpoints, which keeps the `keep` newest in `folder`, and the best. [CKPT-ASYNC-D1]
 
     `behind`: `save` returns once everything is copied to memory, and a thread writes the copy. The next save, `wait`
@@ -357,9 +344,13 @@ class Saver:
 
         def load(path: Path) -> Checkpoint:
             content = verified(path, team)
-            shapes = {name: (item.shape, store.dtype_of(path, name, item)) for name, item in content.tensors.items()}
-            shapes |= {name: shapes[base] for name, base in content.aliases.items()}
-            tensors = blank(run.model, run.optimizers.values(), shapes)
+            items = {**content.tensors, **{name: content.tensors[base] for name, base in content.aliases.items()}}
+            # Each placed as in this run; what is not sharded here is whole, on the CPU.
+            like = sharded_like(run, {name: item.shape for name, item in items.items()})
+            tensors = {
+                name: torch.zeros_like(like.get(name, torch.empty(item.shape)), dtype=getattr(torch, item.dtype))
+                for name, item in items.items()
+            }
             fill(path, content, tensors, team)
             return Checkpoint(tensors, content.facts)
 
@@ -378,9 +369,6 @@ class Saver:
             write_sharded(self.folder, checkpoint, self._team)
         if self._team is None or self._team.rank == 0:
             store.prune_checkpoints(self.folder, self.keep, upto=checkpoint.step)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

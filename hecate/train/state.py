@@ -24,11 +24,11 @@ from hecate.distributed import World, is_sharded
 from hecate.errors import CheckpointError, ConfigError, HecateError, did_you_mean, format_path, shorten
 from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
-from hecate.states import leaves
+from hecate.states import detach, leaves, stack, with_tensors
+from hecate.states import rows as rows_of
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.compose import parse_path, paths
+from hecate.train.compose import parse_path, settings
 from hecate.train.config import ExperimentConfig
-from hecate.train.document import Location
 from hecate.variant import Config
 
 PREFIX = "carried/"
@@ -59,18 +59,13 @@ class Carried:
         if not self._states:
             for state in states:
                 _check_rows(state)
-        self._states = [pytree.tree_map_only(Tensor, Tensor.detach, state) for state in states]
+        self._states = [detach(state) for state in states]
 
     def tensors(self, world: World = _ALONE) -> dict[str, Tensor]:
         """The states as tensors `carried/PATH`, with the rows of all micro-batches and processes along the first axis:
         equal on every process of a world, which call it together."""
-        if not self._states:
-            return {}
-        parts = [leaves(state) for state in self._states]
-        return {
-            PREFIX + path: world.rows_of_all(leaf if len(parts) == 1 else torch.cat([other[path] for other in parts]))
-            for path, leaf in parts[0].items()
-        }
+        whole = leaves(stack(self._states)) if self._states else {}
+        return {PREFIX + path: world.rows_of_all(leaf) for path, leaf in whole.items()}
 
     def load(
         self,
@@ -89,11 +84,7 @@ class Carried:
             _, shape = model(probe, reset_mask=torch.ones_like(probe, dtype=torch.bool))
         wanted = leaves(shape)
         saved = {name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)}
-        for path in sorted(wanted.keys() ^ saved.keys()):
-            side = "lacks" if path in wanted else "has an unknown"
-            raise CheckpointError(
-                f"{where} {side} carried state {path!r}: it is of another model, or of data.state=fresh"
-            )
+        _check_names(where, "carried state", wanted, saved, "it is of another model, or of data.state=fresh")
         for path, leaf in wanted.items():
             tensor = saved[path]
             if tensor.dtype != leaf.dtype or tensor.dim() != leaf.dim() or tensor.shape[0] < rows.stop:
@@ -101,28 +92,24 @@ class Carried:
                     f"{where}: carried state {path!r} is {list(tensor.shape)} {tensor.dtype}, which is not of "
                     f"{rows.stop} rows of this model"
                 )
-        count = len(rows) // micros
-        self._states = []
-        for first in range(rows.start, rows.stop, count):
-            # copies: a model that changes its state must not change the checkpoint
-            part = {path: x[first : first + count].to(device, copy=True) for path, x in saved.items()}
-            self._states.append(_replace_tensors(shape, part))
+        # copies: a model that changes its state must not change the checkpoint
+        ours = (saved[path][rows.start : rows.stop].to(device, copy=True) for path in wanted)
+        whole, count = with_tensors(*pytree.tree_flatten(shape), ours), len(rows) // micros
+        self._states = [rows_of(whole, slice(first, first + count)) for first in range(0, len(rows), count)]
 
 
-def _replace_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The same tree with other tensors, given by path."""
-    return pytree.tree_map_with_path(
-        lambda path, leaf: tensors[pytree.keystr(path)] if isinstance(leaf, Tensor) else leaf, state
-    )
+def _check_names(where: str, what: str, here: Mapping[str, Any], there: Mapping[str, Any], why: str) -> None:
+    """Refuses names that this run or the checkpoint has alone, of what they are the names; `why` is the reason."""
+    for name in sorted(here.keys() ^ there.keys()):
+        raise CheckpointError(f"{where} {'lacks' if name in here else 'has an unknown'} {what} {name!r}: {why}")
 
 
 def _check_rows(state: Any) -> None:
     """Refuses a state whose tensors do not have the batch as their first axis: it could not be split by rows."""
-    count = None
     if not (named := leaves(state)):
         raise ConfigError("is 'carry', but the model returns no state; write data.state=fresh", ("data", "state"))
+    count = next(iter(named.values())).shape[:1]
     for path, leaf in named.items():
-        count = leaf.shape[:1] if count is None else count
         if not leaf.dim() or leaf.shape[:1] != count:
             raise ConfigError(
                 f"is 'carry', but the model's state has {path!r} of shape {list(leaf.shape)}, which is not by rows of "
@@ -301,31 +288,14 @@ def _sort_names(names: Any) -> Any:
     return sorted(names) if listed else names
 
 
-def alike(model: nn.Module, optimizers: Iterable[Optimizer], names: Iterable[str]) -> dict[str, Any]:
-    """For each name in a checkpoint, the tensor of the run with the placement to use: for optimiser state that does not
-    exist yet the parameter, and None for names that the run does not have."""
-    tensors, _ = pack(model, optimizers)
-    params = {f"optimizer/{name}": value for name, value in model.named_parameters()}
-    return {name: tensors.get(name, params.get(name.rpartition("/")[0])) for name in names}
-
-
-def blank(
-    model: nn.Module, optimizers: Iterable[Optimizer], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> dict[str, Tensor]:
-    """Tensors of these shapes and dtypes to load a checkpoint into, each placed as in this run.
-
-    Tensors that are sharded in this run are `DTensor`s of the same placement; all others are whole, on the CPU, also
-    those that this run does not have: `restore` reports the differences.
-    """
-    return {name: _blank_tensor(target, *stored[name]) for name, target in alike(model, optimizers, stored).items()}
-
-
-def _blank_tensor(target: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if not is_sharded(target) or target.shape != shape:
-        return torch.zeros(shape, dtype=dtype)
-    from torch.distributed import tensor
-
-    return tensor.zeros(*shape, dtype=dtype, device_mesh=target.device_mesh, placements=target.placements)
+def sharded_like(run: Restorable, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """For each tensor of a checkpoint that is sharded in this run, by name, one with the placement to use: for
+    optimiser state that does not exist yet the parameter. Tensors of another shape than the run's are left out:
+    `restore` reports the differences."""
+    tensors, _ = pack(run.model, run.optimizers.values())
+    params = {f"optimizer/{name}": value for name, value in run.model.named_parameters()}
+    like: dict[str, Any] = {name: tensors.get(name, params.get(name.rpartition("/")[0])) for name in shapes}
+    return {name: x for name, x in like.items() if is_sharded(x) and tuple(x.shape) == tuple(shapes[name])}
 
 
 def _entries(
@@ -358,10 +328,9 @@ def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[s
         if "commits" not in group:
             merged.pop("commits", None)  # an older version did not count: 0 would drop the state as unused
         groups.append(merged)
-    stepped = _probe_states(optimizer)
-    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        known = None if stepped is None else stepped[index]
-        _check_entries(names[index], entries[names[index]], known, p if isinstance(optimizer, Leveled) else None)
+    params = chain(*(group["params"] for group in optimizer.param_groups))
+    for name, p, known in zip(names, params, _probe_states(optimizer), strict=True):
+        _check_entries(name, entries[name], known, p if isinstance(optimizer, Leveled) else None)
     return {"state": {order[name]: entries[name] for name in names if entries[name]}, "param_groups": groups}
 
 
@@ -396,8 +365,8 @@ def _check_entries(name: str, saved: Mapping[str, Any], spec: Mapping[str, Any] 
             raise ConfigError("; ".join(map(str, found)))
 
 
-def _probe_states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """State of each parameter after a first step, on the meta device; None if the step cannot run there."""
+def _probe_states(optimizer: Optimizer) -> list[Any]:
+    """State of each parameter after a first step, on the meta device; None for each if the step cannot run there."""
     inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
     if isinstance(inner, MatrixOptimizer):
         return [inner.state[p] for group in inner.param_groups for p in group["params"]]
@@ -406,15 +375,15 @@ def _probe_states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
     for group in groups:
         group |= dict.fromkeys([way for way in WAYS if way in group])  # fused steps do not run on meta
         group["params"] = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
     try:
         kind: Callable[..., Optimizer] = type(inner)
         probe = kind(groups)
-        parameters = [p for group in groups for p in group["params"]]
         for p in parameters:
             p.grad = torch.zeros_like(p)
         probe.step()
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
-        return None
+        return [None] * len(parameters)
     return [probe.state[p] for p in parameters]
 
 
@@ -432,9 +401,7 @@ def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> 
     """Parameters and buffers among saved tensors; refuses names, shapes or dtypes other than the model's."""
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     state = model.state_dict()
-    for name in sorted(set(state) ^ set(saved)):
-        side = "lacks" if name in state else "has an unknown"
-        raise CheckpointError(f"{where} {side} tensor {name!r}: it belongs to another model config")
+    _check_names(where, "tensor", state, saved, "it belongs to another model config")
     for name, value in state.items():
         there, here = (f"{list(x.shape)} {x.dtype}" for x in (saved[name], value))
         if there != here:
@@ -466,12 +433,9 @@ class Restorable(Protocol):
     source: Source
     loader: Loader
 
-    def restore(self, checkpoint: Checkpoint, where: str) -> None:
-        """Continues from a checkpoint whose tensors are placed as in this process."""
 
-
-CURSOR = {"seed": "seed", "batch_size": "budget.batch_size", "seq_len": "budget.seq_len"}
-"""The setting that determines each entry of a data cursor; the fingerprint depends on all settings below `data`."""
+CURSOR = {"seed": "seed", "batch_size": "budget.batch_size", "seq_len": "budget.seq_len", "fingerprint": "data"}
+"""The setting that determines each entry of a data cursor, with all settings below it."""
 Changes = dict[str, tuple[Any, Any]]
 
 
@@ -479,13 +443,12 @@ def check_allowed(names: Sequence[str], config: ExperimentConfig, resume: bool) 
     """Refuses names of `--allow` that are not settings, and any of them without `--resume`."""
     if names and not resume:
         raise ConfigError(f"--allow {names[0]} is for a run that is resumed; give --resume as well, or leave it out")
-    tree = config.model_dump(mode="json")
+    known = settings(config.model_dump(mode="json"))
     for name in names:
-        path = parse_path(name)
-        if path is None or _at(tree, path) is None:
-            known = map(format_path, paths(tree))
+        if parse_path(name) not in known:
+            hint = did_you_mean(name, map(format_path, known))
             raise ConfigError(
-                f"--allow {shorten(name)}: an experiment has no such setting.{did_you_mean(name, known)} "
+                f"--allow {shorten(name)}: an experiment has no such setting.{hint} "
                 "Write its whole path, such as optim.lr"
             )
 
@@ -499,7 +462,7 @@ def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) 
     Batches of another size are refused if rows carry their states from batch to batch.
     """
     facts, changed = dict(checkpoint.facts), Changes()
-    saved, settings = facts.get("config"), trainer.config.model_dump(mode="json")
+    saved, ours = facts.get("config"), settings(trainer.config.model_dump(mode="json"))
     if not names or not isinstance(saved, Mapping):
         return checkpoint, changed
     # A copy: the caller's checkpoint must not change.
@@ -508,10 +471,10 @@ def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) 
         tree = ExperimentConfig.model_validate(saved).model_dump(mode="json")
     for name in names:
         path = parse_path(name) or ()
-        here, there = _at(settings, path), _at(tree, path)
-        if here is not None and there is not None and here != there:
-            changed[name] = (there[0], here[0])
-            reduce(getitem, path[:-1], tree)[path[-1]] = here[0]
+        here, there = ours.get(path, _MISSING), settings(tree).get(path, _MISSING)
+        if _MISSING not in (here, there) and here != there:
+            changed[name] = (there, here)
+            reduce(getitem, path[:-1], tree)[path[-1]] = here
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     facts |= {
         "config": tree,
@@ -525,8 +488,7 @@ def _cursor(saved: Any, trainer: Restorable, names: Sequence[str], changed: Chan
     if not isinstance(saved, Mapping):
         return saved
     position, cursor = trainer.loader.state_dict(), dict(saved)
-    free = [entry for entry, setting in CURSOR.items() if any(_within(name, setting) for name in names)]
-    free += ["fingerprint"] if any(_within("data", name) for name in names) else []
+    free = [entry for entry, place in CURSOR.items() if any(_within(n, place) or _within(place, n) for n in names)]
     free += ["seq_len"] if "data" in names else []
     if trainer.source.carries and any(cursor.get(entry) != position[entry] for entry in free):
         raise CheckpointError(
@@ -566,14 +528,3 @@ def _options(saved: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[st
 def _within(outer: str, inner: str) -> bool:
     """True if the setting `inner` is `outer` or below it."""
     return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))
-
-
-def _at(tree: Any, path: Location) -> tuple[Any] | None:
-    """The value at a path, as a tuple of one; None if there is none."""
-    for part in path:
-        # Names lead through mappings, numbers through lists.
-        items: Any = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list) else {}
-        if part not in items:
-            return None
-        tree = items[part]
-    return (tree,)

@@ -28,17 +28,8 @@ from hecate.distributed import overwrite
 from hecate.distributed.shard import settle
 from hecate.errors import CheckpointError, ConfigError, DataError, shorten
 from hecate.files import expect_free, read_whole, write_file, written_folder
-from hecate.train.checkpoint import (
-    MANIFEST,
-    Checkpoint,
-    best_checkpoint,
-    load_checkpoint,
-    newest_checkpoint,
-    refuse_link,
-    save_checkpoint,
-    summary,
-    write_tensors,
-)
+from hecate.train import checkpoint as store
+from hecate.train.checkpoint import MANIFEST, Checkpoint, load_checkpoint
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import check_opening, check_weights
@@ -78,7 +69,7 @@ def check_entries(folder: Path) -> None:
     """Refuses a folder with a link, a pipe or a device in place of one of a run's files or folders.
     [TRAIN-FOLDER-D1]"""
     for path in map(folder.joinpath, NAMES):
-        refuse_link(path)
+        store.refuse_link(path)
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise CheckpointError(f"{path} is a pipe or a device; put a run's own file in its place")
 
@@ -110,13 +101,11 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
 
     `device` None takes the device of the run, or the CPU if this machine lacks it.
     """
-    path = Path(folder)
     expect_choice(which, "checkpoint", ("best", "newest"))
-    if (path / MANIFEST).is_file():
-        checkpoint = load_checkpoint(path)
-    else:
+    path = Path(folder)
+    if not (path / MANIFEST).is_file():
         expect_run(path)
-        path, checkpoint = chosen_checkpoint(path, which)
+    path, checkpoint = chosen_checkpoint(path, which)
     facts = run_facts(checkpoint.facts, str(path))
     try:
         config = ExperimentConfig.model_validate(facts.config)
@@ -134,15 +123,18 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
 
 
 def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
-    """The `best` checkpoint of a run folder, verified; the newest if that is asked for or none was evaluated."""
+    """The `best` checkpoint of a run folder, verified; the newest if that is asked for or none was evaluated; of a
+    checkpoint's own folder that one."""
+    if (folder / MANIFEST).is_file():
+        return folder, load_checkpoint(folder)
     check_entries(folder)
-    path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
-    chosen = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
+    path = store.best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
+    chosen = store.newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
     if chosen is None and (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} is an export, without a checkpoint; make a run of it with `hecate import`")
     if chosen is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
-    return chosen[0], chosen[1]
+    return chosen[:2]
 
 
 def reads_text(trained: Trained, where: str) -> Tokenizer:
@@ -249,9 +241,7 @@ def read_weights(path: Path, which: str = "best") -> dict[str, Tensor]:
     such files (`model.safetensors`, or those listed in `model.safetensors.index.json`). Raises `CheckpointError`.
     """
     expect_choice(which, "checkpoint", ("best", "newest"))
-    if path.is_dir() and (path / MANIFEST).exists():
-        return _model(load_checkpoint(path), path)
-    if path.is_dir() and (path / CHECKPOINTS).is_dir():
+    if (path / MANIFEST).is_file() or (path / CHECKPOINTS).is_dir():
         home, checkpoint = chosen_checkpoint(path, which)
         return _model(checkpoint, home)
     if path.is_dir():
@@ -269,9 +259,9 @@ def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} holds no model; name a checkpoint of a run")
     try:
         config = ExperimentConfig.model_validate(checkpoint.facts.get("config"))
-    except ConfigError:  # it may have kinds that are not imported here; the weights can be exported all the same
-        config = None
-    if config is not None:
+    except ConfigError:
+        pass  # it may have kinds that are not imported here; the weights can be exported all the same
+    else:
         check_weights(config)
     size = sum(value.nbytes for value in weights.values())
     check_room(size, f"{path} has tensors of a model", "use a larger machine", error=CheckpointError)
@@ -319,7 +309,7 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
     home = home_of(run)
     with written_folder(out, "choose another --out") as folder:
         if to == "safetensors":
-            write_tensors(tensors, folder / WEIGHTS)
+            store.write_tensors(tensors, folder / WEIGHTS)
         elif to == "torch":
             with (folder / "model.pt").open("wb") as file:
                 torch.save(tensors, file)
@@ -367,7 +357,7 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
         # With optimisers that have not stepped, and the data cursor at the beginning.
         checkpoint = trainer.checkpoint()
     with written_folder(out, "choose another --out") as folder:
-        save_checkpoint(folder / CHECKPOINTS, 0, checkpoint)
+        store.save_checkpoint(folder / CHECKPOINTS, 0, checkpoint)
         write_file(folder / CONFIG, dump_experiment(config))
         _copy_tokenizer(beside.parent, folder)
     return out
@@ -393,7 +383,7 @@ def begin_from(trainer: Trainer, path: Path) -> list[str]:
     if first := trainer.world.first_of(fault):  # on every rank, as the others would wait
         raise CheckpointError(f"init_from: {first[1]}")
     if trainer.world.size > 1:  # each rank has read its own file
-        trainer.world.agree({"init_from": {name: summary(value)["sha256"] for name, value in weights.items()}})
+        trainer.world.agree({"init_from": {name: store.summary(value)["sha256"] for name, value in weights.items()}})
     with torch.no_grad():
         for name, value in weights.items():
             overwrite(state[name], value.to(state[name].dtype))
@@ -409,20 +399,17 @@ def _fitting_tensors(path: Path, state: Mapping[str, Tensor]) -> tuple[dict[str,
             f"no tensor of {path} has a name of this model; there are {_names(weights)} there and {_names(state)} here"
         )
     for name, value in matches.items():
-        _check_kind(f"tensor {name!r} of {path}", value, state[name])
+        target, where = state[name], f"tensor {name!r} of {path}"
+        if value.shape != target.shape:
+            raise CheckpointError(
+                f"{where} is {list(value.shape)}, the model has {list(target.shape)}: they are of other sizes"
+            )
+        # Integers, floating point and complex numbers are of other kinds.
+        if value.is_floating_point() != target.is_floating_point() or value.is_complex() != target.is_complex():
+            raise CheckpointError(f"{where} is {value.dtype}, the model has {target.dtype}")
     sides = {"not there, and drawn anew": state.keys() - matches.keys(), "left over": weights.keys() - state.keys()}
     lines = [f"{what}: {_names(sorted(names))}" for what, names in sides.items() if names]
     return matches, [f"began from {path}: {len(matches)} tensors", *lines]
-
-
-def _check_kind(where: str, value: Tensor, target: Tensor) -> None:
-    """Refuses a tensor of another shape, or of another kind of numbers: integers, floating point, complex."""
-    if value.shape != target.shape:
-        raise CheckpointError(
-            f"{where} is {list(value.shape)}, the model has {list(target.shape)}: they are of other sizes"
-        )
-    if value.is_floating_point() != target.is_floating_point() or value.is_complex() != target.is_complex():
-        raise CheckpointError(f"{where} is {value.dtype}, the model has {target.dtype}")
 
 
 def _names(names: Iterable[str]) -> str:

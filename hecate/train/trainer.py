@@ -12,24 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from hecate.data import IGNORED, Batch, Bytes, Loader, Source, Tokenizer
 from hecate.distributed import World, adapt, copied, gathered, is_sharded, shard, spread
 from hecate.distributed.context import Context, piece, share, sum_gradients, unshare
 from hecate.distributed.shard import materialise, part_of_step, settle
 from hecate.engine import check_exact
-from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError, faults_at, faults_under
 from hecate.late import forget, holding, look
 from hecate.models import LanguageModel
 from hecate.nn import Memory
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.base import Group, Named
+from hecate.states import detach
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig, PartialKind, is_vector
 from hecate.train.estimate import check_weights
 from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, generate, resets_of, solved_example
-from hecate.train.state import CURSOR, Carried, alike, pack, refuse_other_config, run_facts, unpack
+from hecate.train.state import CURSOR, Carried, pack, refuse_other_config, run_facts, sharded_like, unpack
 
 
 class StepResult(NamedTuple):
@@ -69,7 +69,7 @@ class Objective(nn.Module):
         gradients end with the batch, and the wrapper of replicas must not wait for any through the state."""
         logits, state = self.model(tokens, *before, **masks)
         loss = batch_loss(logits, targets) if labelled else logits[:0].sum(dtype=torch.float32)
-        return loss, pytree.tree_map_only(Tensor, Tensor.detach, state) if keeps else None
+        return loss, detach(state) if keeps else None
 
 
 class Trainer:
@@ -228,11 +228,8 @@ class Trainer:
                 prompt = next(iter(self.source.validation_batches(1, 1, 1))).tokens[0].tolist()
             else:
                 prompt = tokenizer.encode([how.prompt or "\n"])[0].tolist()
-            draws = torch.Generator().manual_seed(self.config.seed)
-            drawn = generate(
-                self.model, prompt, how.tokens, temperature=how.temperature, generator=draws, device=self.device
-            )
-            ids = [*prompt, *drawn]
+            choice: dict[str, Any] = {"temperature": how.temperature, "generator": seeded(self.config)}
+            ids = [*prompt, *generate(self.model, prompt, how.tokens, device=self.device, **choice)]
         return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
     @contextmanager
@@ -249,9 +246,8 @@ class Trainer:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the data, by default bytes for text; None for data without a tokenizer, such as tasks."""
-        if self.source.metric == "bits_per_byte":
-            return self.config.data.tokenizer() or Bytes()
-        return self.config.data.tokenizer()
+        default = Bytes() if self.source.metric == "bits_per_byte" else None
+        return self.config.data.tokenizer() or default
 
     def checkpoint(self, metrics: dict[str, float] | None = None) -> Checkpoint:
         """Everything that the next step depends on; of sharded parameters only this rank's part."""
@@ -292,8 +288,8 @@ class Trainer:
         try:
             self.loader.load_state_dict(facts.cursor)
         except DataError as error:
-            here, settings = self.loader.state_dict(), {**CURSOR, "fingerprint": "data"}
-            names = [setting for entry, setting in settings.items() if facts.cursor.get(entry) != here[entry]]
+            here = self.loader.state_dict()
+            names = [setting for entry, setting in CURSOR.items() if facts.cursor.get(entry) != here[entry]]
             more = f", or --allow {','.join(names)}" if names and not self.source.carries else ""
             raise CheckpointError(f"{where}: {error}{more}") from None
         carried, budget = Carried(), self.config.budget
@@ -302,22 +298,15 @@ class Trainer:
             with self.whole_sequences():
                 carried.load(checkpoint.tensors, self.model, rows, self.device, where, budget.accumulate)
         settle(self.model)
-        unpack(self.model, self.optimizers.values(), self._place(checkpoint.tensors), facts.optimizer, where)
+        # A checkpoint of one process has whole tensors, also of what this world shards.
+        like = sharded_like(self, {name: x.shape for name, x in checkpoint.tensors.items()})
+        tensors = {n: x if is_sharded(x) else spread(x, like.get(n)) for n, x in checkpoint.tensors.items()}
+        unpack(self.model, self.optimizers.values(), tensors, facts.optimizer, where)
         self.carried = carried
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if cuda:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
         self.step = facts.step
-
-    def _place(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a checkpoint, placed as this world's parameters and optimiser states."""
-        if not any(is_sharded(value) for value in self.model.state_dict().values()):
-            return dict(tensors)
-        like = alike(self.model, self.optimizers.values(), tensors)
-        apart = {
-            n for n, x in tensors.items() if is_sharded(like[n]) and not is_sharded(x) and x.shape == like[n].shape
-        }
-        return {name: spread(x, like[name]) if name in apart else x for name, x in tensors.items()}
 
 
 def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:
@@ -412,10 +401,8 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     kind: OptimizerKind = optim.optimizer
     parameters = kind.trains(model)
-    try:
+    with faults_at("optim", "periods"):
         levels = level_groups(named, optim.periods) if optim.periods else []
-    except ConfigError as error:
-        raise error.or_at("optim", "periods") from None
     periods = {p: level["period"] for level in levels for p in level["params"]}
     trained: dict[tuple[str, ...], tuple[OptimizerKind, Named]] = {("optim", "optimizer"): (kind, parameters)}
     if isinstance(kind, PartialKind):
@@ -430,13 +417,11 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
         trained["optim", "optimizer", "fallback"] = kind.fallback, others
     optimizers: dict[str, Optimizer] = {}
     for path, (kind, owned) in trained.items():
-        try:
+        with faults_under(*path):
             if owned:
                 groups = parameter_groups(owned, optim.weight_decay, periods)
                 build = partial(kind.build, model, lr=optim.lr)
                 optimizers[kind.kind] = Leveled(groups, build) if kind.windowed and periods else build(groups)
-        except ConfigError as error:
-            raise error.under(*path) from None
     return optimizers
 
 

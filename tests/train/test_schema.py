@@ -12,7 +12,7 @@ import pytest
 
 from hecate.rule import RULES
 from hecate.train import load_experiment
-from hecate.train.compose import _FILES, dump_experiment, experiment_schema, presets
+from hecate.train.compose import FILES, dump_experiment, experiment_schema, presets
 from hecate.train.document import parse_yaml, read_yaml
 from tests.spec_files import ROOT
 
@@ -38,8 +38,8 @@ def fault(validator: Any, value: Any) -> str | None:
 
 @pytest.mark.spec("VAR-SCHEMA-I1")
 def test_every_preset_and_every_yaml_of_the_pages_is_valid(validator):
-    assert len(_FILES) >= 20 and len(WRITTEN) >= 5
-    values = {name: read_yaml(path).value for name, path in _FILES.items()}
+    assert len(FILES) >= 20 and len(WRITTEN) >= 5
+    values = {name: read_yaml(path).value for name, path in FILES.items()}
     values |= {f"{page}, {n}": parse_yaml(text, page).value for n, (page, text) in enumerate(WRITTEN)}
     assert {name: found for name, value in values.items() if (found := fault(validator, value))} == {}
 

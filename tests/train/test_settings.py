@@ -15,7 +15,7 @@ from hecate.errors import ConfigError
 from hecate.phi import DPFP
 from hecate.train import catalogue
 from hecate.train.catalogue import FAMILIES, VARIANTS, accepts, field_rows, flow, short, starter, variant_page
-from hecate.train.compose import BACKBONES, load_experiment, shipped_presets
+from hecate.train.compose import BACKBONES, FILES, load_experiment
 from hecate.train.config import BudgetConfig, ExperimentConfig
 from tests.spec_files import ROOT
 
@@ -23,7 +23,7 @@ UNCOMMENTED = re.compile(r"(?m)^( *)#(?! \S)")
 
 
 @pytest.mark.spec("TRAIN-START-D1")
-@pytest.mark.parametrize("name", [*shipped_presets(), "mqar-titans", f"lm-340m-{next(iter(BACKBONES))}"])
+@pytest.mark.parametrize("name", [*FILES, "mqar-titans", f"lm-340m-{next(iter(BACKBONES))}"])
 def test_a_starter_is_its_preset_with_and_without_its_signs(name, tmp_path):
     file, text, expected = tmp_path / "my.yaml", starter(name), load_experiment(name)
     for content in (text, UNCOMMENTED.sub(r"\1", text)):
