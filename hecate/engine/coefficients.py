@@ -343,23 +343,18 @@ def walk_linear_vjp(
     if matrices.lower is not None:
         of_writes = solve_columns(matrices.lower, of_writes)
         gpred = -of_writes
-    gslot = gslots[0] if gslots else None
-    cotangents = cotangents_of(matrices, bases, writes, gy, gpred, gmemory, gslot)
+    left = States(gmemory, gslots[0] if gslots else None, None)
+    cotangents = cotangents_of(matrices, bases, writes, gy, gpred, left)
     first = [item.clone() for item in leaving[0].split(width, -1)]
     initial = None if later.initial is None else later.initial + flows[:-1, ..., keys.shape[-1] :].sum(0)
     return cotangents, of_writes, States(first[0], first[1] if gslots else None, initial)
 
 
 def cotangents_of(
-    matrices: Matrices,
-    bases: Tensor,
-    writes: Tensor,
-    gy: Tensor,
-    gpred: Tensor | None,
-    gmemory: Tensor,
-    gslot: Tensor | None,
+    matrices: Matrices, bases: Tensor, writes: Tensor, gy: Tensor, gpred: Tensor | None, left: States
 ) -> Matrices:
     """Cotangents of the matrices from those of outputs, base predictions and the states that leave every block."""
+    gmemory, gslot, _ = left
     states = bases.split(matrices.keys.shape[-1], -1)
     return Matrices(
         read=gy @ bases,

@@ -31,7 +31,7 @@ from hecate.engine.features import to_tokens
 from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, per_weight, token_step
 from hecate.engine.parallel import CHANNEL_CHUNK, CHUNK, chunked, in_blocks
 from hecate.engine.reductions import one_write_each, read_once
-from hecate.engine.tokens import UNBIND, Carry, Tokens, cast, cut, fold_heads, unfold_heads, written_before
+from hecate.engine.tokens import Carry, Tokens, by_token, cast, cut, fold_heads, unfold_heads, written_before
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory
@@ -255,13 +255,11 @@ def _segment(
     initial = per_weight(run, oldest, initial)
     memory, slots = per_weight(run, rowed, carry.memory), per_weight(run, rowed, carry.slots)
     blocks = blocks_of(config)
-    columns = [None if item is None else several(run(UNBIND, item, label="tokens")) for item in tokens]
     outputs: list[Tensor] = []
-    for t in range(length):
+    for t, token in enumerate(by_token(tokens, run)):
         move = formula_block("move", partial(_rows_moved_on, age=ages[:, t], levels=levels))
         token_run = labelled(run, f"token {first * length + t}")
         before = carry._replace(memory=per_weight(token_run, move, memory), slots=per_weight(token_run, move, slots))
-        token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
         y, carry, _ = token_step(config, token, before, initial, run=token_run, blocks=blocks)
         memory, slots = carry.memory, carry.slots
         outputs.append(y)

@@ -20,11 +20,11 @@ from hecate.engine.tokens import (
     CONCAT,
     NUMBERS,
     SELECT,
-    UNBIND,
     VECTORS,
     Carry,
     Scan,
     Tokens,
+    by_token,
     cut,
     in_folds,
     linear_block,
@@ -121,13 +121,10 @@ def _segment(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int
 ) -> tuple[Tensor, Carry]:
     blocks = blocks_of(config)
-    # [N, T, *] to a column of T tensors [N, *] for every field.
-    columns = [None if tensor is None else several(run(UNBIND, tensor, label="tokens")) for tensor in tokens]
     outputs: list[Tensor] = []
     weights: Memory | None = None
-    for t in range(tokens.v.shape[1]):
-        token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
-        token_run = labelled(run, f"token {first + t}")
+    for t, token in enumerate(by_token(tokens, run), first):
+        token_run = labelled(run, f"token {t}")
         y, carry, weights = token_step(config, token, carry, initial, run=token_run, blocks=blocks, weights=weights)
         outputs.append(y)
     return one(run(STACK, *outputs, label="outputs")), carry

@@ -136,19 +136,17 @@ def parallel(
     if carry.memory[0].dim() == 2:
         scalars = partial(parallel, size=min(size, DIAGONAL_CHUNK))
         return by_coordinate(scalars, config, tokens, carry, initial, run=run)
-    if config.forms.transposed:
-        block = Block("engine.parallel.keys", lambda *inputs: (_scan_keys(config, inputs), inputs))
-        y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
-        return y, carry._replace(memory=(memory,), slots=tuple(slots))
-    if tokens.retain_value is not None:
-        block = Block("engine.parallel.values", lambda *inputs: (_scan_values(config, inputs), inputs))
-        y, memory = several(run(block, *carry.memory, *initial, *tokens, label="tokens"))
-        return y, carry._replace(memory=(memory,))
 
     def plain(*inputs: Tensor | None) -> Tensors:
+        if tokens.retain_value is not None:
+            return _scan_values(config, inputs)
         return _scan(config, size, inputs, False, by_hand=False)[0]
 
-    engine = ByHand("engine.parallel", partial(_scan, config, size), partial(_scan_vjp, config, size), plain)
+    engine: ByHand | Block = ByHand(
+        "engine.parallel", partial(_scan, config, size), partial(_scan_vjp, config, size), plain
+    )
+    if config.forms.transposed or tokens.retain_value is not None:
+        engine = Block("engine.parallel", lambda *inputs: (plain(*inputs), inputs))
     return run_by_hand(engine, tokens, carry, initial, run=run)
 
 
@@ -187,7 +185,13 @@ def _scan(
     groups, block = _groups(tokens, size)
     for group in groups:
         chunks = chunked(tokens, group, block)
-        y, bases, writes, states = walk(config, matrices_of(config, chunks), chunks.v, states, by_hand=by_hand)
+        asked, combined = chunks, None
+        if config.forms.transposed:  # the memory is not read as usual: queries are as wide as its predictions
+            asked, combined = chunks._replace(phi_q=chunks.phi_k), states_of(config, chunks)
+        matrices = matrices_of(config, asked, combined)
+        y, bases, writes, states = walk(config, matrices, chunks.v, states, by_hand=by_hand)
+        if combined is not None:
+            y = transposed_reads(combined[config.read == "before"], chunks, bases, writes)
         outputs.append(y.transpose(0, 1))
         if keeps:
             record += [bases] if writes is chunks.v else [bases, writes]
@@ -218,23 +222,6 @@ def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
         outputs.append(y[0] * (scale if config.read == "after" else torch.stack(before, 1)))
         states = states._replace(memory=scale[:, -1].unsqueeze(-1) * states.memory)
     return torch.cat(outputs, 1), states.memory
-
-
-def _scan_keys(config: MemoryConfig, inputs: Tensors) -> Tensors:
-    """Outputs and last states of a memory that is read by its transpose, recorded by autograd."""
-    tokens, states = _tokens_and_states(config, inputs)
-    outputs: list[Tensor] = []
-    groups, block = _groups(tokens, CHUNK)
-    for group in groups:
-        chunks = chunked(tokens, group, block)
-        combined = states_of(config, chunks)
-        # The memory is not read as usual: queries are as wide as its predictions.
-        matrices = matrices_of(config, chunks._replace(phi_q=chunks.phi_k), combined)
-        _, bases, writes, states = walk(config, matrices, chunks.v, states, by_hand=False)
-        y = transposed_reads(combined[0] if config.read == "after" else combined[1], chunks, bases, writes)
-        outputs.append(y.transpose(0, 1))
-    y = torch.cat(outputs, 1).flatten(1, 2)[:, : tokens.v.shape[1]]
-    return y, states.memory, *(() if states.slot is None else (states.slot,))
 
 
 def _scan_vjp(
@@ -385,10 +372,9 @@ def walk_vjp(
     gpred = torch.stack(slopes[::-1]) if slopes else None
     memories, slots, _ = zip(*reversed(received), strict=True)
     gmemory, gslot = torch.stack(memories), None if slots[0] is None else torch.stack(slots)
-    cotangents = cotangents_of(matrices, bases, writes, gy, gpred, gmemory, gslot)
-    if values:
-        return cotangents, torch.stack(values[::-1]), later
-    return cotangents, _write_cotangents(pulled, matrices, States(gmemory, gslot, None)), later
+    left = States(gmemory, gslot, None)
+    cotangents = cotangents_of(matrices, bases, writes, gy, gpred, left)
+    return cotangents, torch.stack(values[::-1]) if values else _write_cotangents(pulled, matrices, left), later
 
 
 def _split(matrices: Matrices) -> list[Matrices]:

@@ -126,10 +126,13 @@ def in_folds(
     return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
-def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
-    """Runs tokens by a `ByHand` that takes (memory, *slots, initial, *tokens): the outputs, shaped like the values, and
-    the final carry."""
-    y, memory, *slots = run(engine.block(), *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
+def run_by_hand(
+    engine: ByHand | Block, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
+) -> tuple[Tensor, Carry]:
+    """Runs tokens by one block of (memory, *slots, initial, *tokens): the outputs, shaped like the values, and the
+    final carry."""
+    block = engine if isinstance(engine, Block) else engine.block()
+    y, memory, *slots = run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
     return y, carry._replace(memory=(memory,), slots=tuple(slots))  # type: ignore[return-value, arg-type]
 
 
@@ -193,6 +196,13 @@ def cast(dtype: torch.dtype) -> Block:
 def split_time(sizes: list[int], axis: int = 1) -> Block:
     """`[N, T, ...]` cut into spans of these sizes."""
     return Block("split", lambda x: (x.split(sizes, axis), None), lambda _, *g: (torch.cat(g, axis),))
+
+
+def by_token(tokens: Tokens, run: Run) -> list[Tokens]:
+    """`[N, T, *]` as T tokens `[N, *]`."""
+    columns = [None if item is None else several(run(UNBIND, item, label="tokens")) for item in tokens]
+    each = range(tokens.v.shape[1])
+    return [Tokens(*(None if column is None else column[t] for column in columns)) for t in each]  # type: ignore[arg-type]
 
 
 def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:

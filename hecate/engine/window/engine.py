@@ -40,14 +40,14 @@ from hecate.engine.chunk.engine import steps_of
 from hecate.engine.engine import Engine
 from hecate.engine.features import cast_inputs, to_tokens
 from hecate.engine.parallel import coordinate_refusal
-from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
+from hecate.engine.tokens import Carry, Tokens, by_head, in_folds, run_by_hand
 from hecate.engine.window import blocks
 from hecate.engine.window.blocks import Leaves, Outcome, Rows, Settings, gram_block, linear_block, rows_of
 from hecate.engine.window.chunks import SIZE, Rooms, in_chunks, inner_product
 from hecate.phi.polynomial import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Autodiff, ByHand, Run, Tensors, can_inspect, execute, one, several
+from hecate.tape import Autodiff, ByHand, Run, Tensors, can_inspect, execute, one
 from hecate.tape.ops import over, reach
 
 
@@ -155,9 +155,7 @@ def _in_blocks(
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
     walk = _Walk(settings)
     hand = ByHand(f"engine.window.{walk.name}", walk.forward, walk.backward, walk.plain)
-    inputs = (*carry.memory, *carry.slots, *initial, *tokens)
-    y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
-    return y, carry._replace(memory=(memory,), slots=tuple(slots))
+    return run_by_hand(hand, tokens, carry, initial, run=run)
 
 
 class _State(NamedTuple):
