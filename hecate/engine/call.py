@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hecate.checks import swapped
 from hecate.engine.arguments import (
+    FURTHER,
     Named,
     check_config,
     check_gates,
@@ -42,7 +43,7 @@ from hecate.rule.state import slot_shapes
 from hecate.structure import Memory, starts
 from hecate.tape import Tensors, can_inspect, is_traced, waits
 
-GENERAL = ("erase", "write", "retain_value", "floor")  # the gates beside lr, retain and momentum
+GENERAL = tuple(FURTHER)
 RATES = "lr of each weight"  # as `Plan.general` has it
 # For a state's `position` on a device: its version, and the place in the chunk at which all memories are known to be.
 _PLACES = WeakTensorKeyDictionary()
@@ -154,12 +155,8 @@ class Plan:
         general = tuple(name for name in GENERAL if getattr(gates, name) is not None)
         if isinstance(gates.lr, Tensor) and gates.lr.dim() == 4:
             general = (*general, RATES)
-        looks: Any = {
-            "length": v.shape[1],
-            "device": v.device.type,
-            "values": v.dtype,
-            "channels": channels or wide > 0,
-        }
+        channels = channels or wide > 0
+        looks: Any = {"length": v.shape[1], "device": v.device.type, "values": v.dtype, "channels": channels}
         dtype = state_dtype(config, q, k, v, initial if state is None else state.memory)
         names = tuple(params["learned"]), tuple(params["frozen"])
 

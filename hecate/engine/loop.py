@@ -290,15 +290,9 @@ def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
 
 def restarted(config: MemoryConfig, mask: Tensor, initial: Memory, carry: Carry, run: Run) -> Carry:
     """The carry, in which the memories of the mask start anew from `initial`."""
-    anew = Carry(
-        memory=initial,
-        slots=tuple(torch.zeros_like(slot) for slot in carry.slots),
-        anchor=initial if config.frozen_gradients else (),
-        pending=tuple(torch.zeros_like(grad) for grad in carry.pending),
-        pending_retain=tuple(torch.ones_like(retain) for retain in carry.pending_retain),
-        keys=tuple(torch.zeros_like(keys) for keys in carry.keys),
-        position=torch.zeros_like(carry.position),
-    )
+    slots, pending, keys = (tuple(map(torch.zeros_like, kind)) for kind in (carry.slots, carry.pending, carry.keys))
+    anchor, retain = initial if config.frozen_gradients else (), tuple(map(torch.ones_like, carry.pending_retain))
+    anew = Carry(initial, slots, anchor, pending, retain, keys, torch.zeros_like(carry.position))
     return select(mask, anew, carry, run)
 
 

@@ -191,7 +191,7 @@ def _scan(
         matrices = matrices_of(config, asked, combined)
         y, bases, writes, states = walk(config, matrices, chunks.v, states, by_hand=by_hand)
         if combined is not None:
-            y = transposed_reads(combined[config.read == "before"], chunks, bases, writes)
+            y = transposed_reads(combined[0] if config.read == "after" else combined[1], chunks, bases, writes)
         outputs.append(y.transpose(0, 1))
         if keeps:
             record += [bases] if writes is chunks.v else [bases, writes]

@@ -19,6 +19,7 @@ from torch import Tensor
 from hecate.checks import described, expect
 from hecate.engine.arguments import (
     check_config,
+    check_held,
     check_params,
     check_state,
     check_tensors,
@@ -85,13 +86,10 @@ def _readout_state(config: MemoryConfig, state: MemoryState | None, k: Tensor) -
     if state is None:
         return {name: torch.zeros(batch, heads, *s, dtype=config.dtype, device=k.device) for name, s in shapes.items()}
     check_state(state)
-    if state.readout is None:
-        raise ShapeError(
-            f"state.readout holds nothing, but the config has readout {config.readout.kind!r}; was the state made with "
-            "another config?"
-        )
-    check_tensors("state.readout", state.readout, {n: (batch, heads, *s) for n, s in shapes.items()}, k)
-    return {name: state.readout[name] for name in shapes}
+    check_held(config, state)
+    held: dict[str, Tensor] = state.readout  # type: ignore[assignment]
+    check_tensors("state.readout", held, {n: (batch, heads, *s) for n, s in shapes.items()}, k)
+    return {name: held[name] for name in shapes}
 
 
 def _spans(run: Run) -> Callable[..., tuple[Tensor, Tensor]]:

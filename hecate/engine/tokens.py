@@ -200,9 +200,10 @@ def split_time(sizes: list[int], axis: int = 1) -> Block:
 
 def by_token(tokens: Tokens, run: Run) -> list[Tokens]:
     """`[N, T, *]` as T tokens `[N, *]`."""
-    columns = [None if item is None else several(run(UNBIND, item, label="tokens")) for item in tokens]
-    each = range(tokens.v.shape[1])
-    return [Tokens(*(None if column is None else column[t] for column in columns)) for t in each]  # type: ignore[arg-type]
+    columns: list[Any] = []
+    for item in tokens:
+        columns.append([None] * tokens.v.shape[1] if item is None else run(UNBIND, item, label="tokens"))
+    return [Tokens(*row) for row in zip(*columns, strict=True)]
 
 
 def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:

@@ -82,9 +82,7 @@ class Settings(NamedTuple):
 
     def gain(self) -> Block:
         """Q of Gram matrices `[N, V, V]`."""
-        form = self.form.inner.gram_form()
-        if form is None:
-            raise TypeError(f"algorithm {self.form.inner.kind!r} has no Gram form")
+        form: Any = self.form.inner.gram_form()  # the engine refuses algorithms without one
         return form.gain(self.shape)
 
 
@@ -252,16 +250,9 @@ def linear_block(
         return (total if kernels.lengths is None else kernels.lengths * total).mT
 
     keys, values = left_behind(rows, kernels.lengths, values, v)
-    outcome = Outcome(
-        y,
-        onto(after.last),
-        None if slot is None else onto(slot.last),
-        keys,
-        torch.stack([weight[..., -1] for weight in after.bases], -1),
-        None if slot is None else slot.bases[0][..., -1],
-        values,
-    )
-    return outcome, None
+    bases = torch.stack([weight[..., -1] for weight in after.bases], -1)
+    moved, kept = (None, None) if slot is None else (onto(slot.last), slot.bases[0][..., -1])
+    return Outcome(y, onto(after.last), moved, keys, bases, kept, values), None
 
 
 class _Operands(NamedTuple):
@@ -422,11 +413,8 @@ class _Loop:
             s, token.retain * a, token.retain * i, torch.addcmul(token.retain * x, s, step),
             torch.baddbmm(token.retain * y, step, w), w, gram,
         )  # fmt: skip
-        return (
-            after,
-            self._read(token, before if self.early else after),
-            (before, after, pred, u, reached, h, q, step, of_gain),
-        )
+        read = self._read(token, before if self.early else after)
+        return after, read, (before, after, pred, u, reached, h, q, step, of_gain)
 
     def _read(self, token: _Operands, state: _State) -> Tensor:
         read = torch.baddbmm(torch.baddbmm(state.a * token.memory_q, state.x, token.slot_q), state.y, token.asked)

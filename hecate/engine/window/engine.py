@@ -118,16 +118,17 @@ class Window(Engine):
         config, inputs = call.config, call.inputs
         lift = _lift(config, inputs.k.shape[-1])
         if lift is None:
-            tokens = to_tokens(config, inputs, call.params, call.plan.dtype, run)
-            settings = _settings(config, given_features(tokens.phi_k.shape[-1]), call.shape)
+            tokens, normed, scale = to_tokens(config, inputs, call.params, call.plan.dtype, run), False, 1.0
+            lift = given_features(tokens.phi_k.shape[-1])
         else:
             q, k, *rest = cast_inputs(config, inputs, call.plan.dtype, run)
             heads = inputs.k.shape[2]
             # [B, T] to [B, T, H], as `to_tokens` has them.
             masks = [None if mask is None else by_head(mask, heads) for mask in inputs[6:8]]
-            tokens = Tokens(k, q, *rest, *masks)
+            tokens, normed = Tokens(k, q, *rest, *masks), config.key_norm == "l2"
             scale = inputs.k.shape[-1] ** -0.5 if config.query_scale == "key_dim" else 1.0
-            settings = _settings(config, lift, call.shape, normed=config.key_norm == "l2", query=scale)
+        form: Any = config.algorithm.window_form()  # the engine refuses algorithms without one
+        settings = Settings(config, form, lift, normed, scale, call.shape)
         initial, carry = call.memories[0]
         walk = partial(_in_blocks, settings) if config.chunk == 1 else partial(in_chunks, settings, call.place)
         y, carry = in_folds(walk, config, tokens, carry, initial, run=run)
@@ -138,15 +139,6 @@ def _lift(config: MemoryConfig, width: int) -> Any:
     """The form in which keys stay keys, if there is one."""
     plain = config.step == "raw" and config.key_norm != "sum"
     return config.feature_map.power_form(width) if plain else None
-
-
-def _settings(
-    config: MemoryConfig, lift: Any, shape: tuple[int, ...], normed: bool = False, query: float = 1.0
-) -> Settings:
-    form = config.algorithm.window_form()
-    if form is None:
-        raise TypeError(f"algorithm {config.algorithm.kind!r} has no window")
-    return Settings(config, form, lift, normed, query, shape)
 
 
 def _in_blocks(
@@ -351,14 +343,8 @@ class _Walk(Rooms):
         if later.slot is not None and state.slot is not None:
             slot, slot_base = later.slot @ rows.mT, inner_product(later.slot, state.slot)
         keys = None if later.keys is None else later.keys @ rows.mT
-        return (
-            memory,
-            slot,
-            keys,
-            torch.stack([inner_product(later.memory, base) for base in bases], -1),
-            slot_base,
-            (later.values),
-        )
+        weights = torch.stack([inner_product(later.memory, base) for base in bases], -1)
+        return memory, slot, keys, weights, slot_base, later.values
 
     def entering(
         self,
