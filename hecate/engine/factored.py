@@ -13,7 +13,6 @@ The same numbers as those of the token loop, but for rounding. [ENG-FACT-D1, ENG
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from hecate.engine.call import Call, Plan
 from hecate.engine.engine import TokenEngine, chunk_refusal
-from hecate.engine.tokens import Carry, Tokens, by_token, expand_to, in_folds, run_by_hand
+from hecate.engine.tokens import Carry, Tokens, by_token, expand_to, in_folds, root, run_by_hand
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors, execute, one, several
@@ -97,7 +96,7 @@ class _Loop:
     def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[State]]:
         """Outputs and the last state, and as record the state at every sqrt(T)-th token."""
         state, fresh, tokens = self.split(inputs)
-        every, starts, outputs = _every(len(tokens)), [], []
+        every, starts, outputs = root(len(tokens)), [], []
         for t, token in enumerate(tokens):
             if keeps and t % every == 0:
                 starts.append(state)
@@ -129,7 +128,7 @@ class _Loop:
         gy, *later = cotangents
         rows, state = gy.split(1, 1), tuple(later)
         ginitial = torch.zeros_like(fresh[0])
-        every, shares = _every(len(tokens)), []
+        every, shares = root(len(tokens)), []
         # From the last kept state: forward to the next one, then back through those steps.
         for begin in reversed(range(0, len(tokens), every)):
             at, steps = starts[begin // every], []
@@ -182,10 +181,6 @@ class _Loop:
         if passed is not None:
             state = tuple(a + b for a, b in zip(state, passed, strict=True))
         return (gp, gq.squeeze(1), gv, glr, gretain, gmomentum), state
-
-
-def _every(length: int) -> int:
-    return math.isqrt(max(length - 1, 0)) + 1
 
 
 def _where(mask: Tensor, yes: State, no: State) -> State:

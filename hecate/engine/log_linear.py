@@ -14,7 +14,6 @@ its level, and a token one query of every level that came into the block, weighe
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from hecate.engine.features import to_tokens
 from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, per_weight, token_step
 from hecate.engine.parallel import CHANNEL_CHUNK, CHUNK, chunked, in_blocks
 from hecate.engine.reductions import one_write_each, read_once
-from hecate.engine.tokens import Carry, Tokens, by_token, cast, cut, fold_heads, unfold_heads, written_before
+from hecate.engine.tokens import Carry, Tokens, by_token, cast, cut, fold_heads, root, unfold_heads, written_before
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory
@@ -213,7 +212,7 @@ def _program(plan: Plan, blocks: bool, run: Run, scale: Tensor, *flat: Tensor | 
     places, call = flat[:3], Call(plan, flat[3:])
     tokens = fold_heads(to_tokens(call.config, call.inputs, call.params, plan.dtype, run), run)
     (initial, carry), heads = call.memories[0], scale.shape[2]
-    size = SEGMENT * CHUNK if blocks else math.isqrt(call.length - 1) + 1
+    size = SEGMENT * CHUNK if blocks else root(call.length)
     sizes = [min(size, call.length - at) for at in range(0, call.length, size)]
     rows = cut((one(run(_FOLD, scale, label="scale")), *places, *tokens), sizes, run)
     way = partial(_segment_in_blocks if blocks else _segment, call.config)
@@ -320,13 +319,8 @@ def _solved(config: MemoryConfig, chunks: Tokens) -> Solved:
         one_each = key.new_ones(1, 1) if weights is None else weights
         diagonal = one_each.mT.expand(*key.shape[:2], -1, key.shape[-1]).diag_embed()  # [b, P, P]
         moves.append(diagonal.transpose(-3, -2).flatten(-2) - key.mT @ taken)
-    return Solved(
-        query=query - pairs @ taken,
-        pairs=pairs @ inverse,
-        keys=[inverse.mT @ key for key in keys],
-        leaving=leaving,
-        moves=moves,
-    )
+    keys = [inverse.mT @ key for key in keys]
+    return Solved(pairs @ inverse, query - pairs @ taken, keys, leaving, moves)
 
 
 def _in_blocks(

@@ -6,7 +6,6 @@ outer tape keeps one carry per segment, and the backward pass tapes one segment 
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from itertools import chain
 
@@ -29,6 +28,7 @@ from hecate.engine.tokens import (
     in_folds,
     linear_block,
     rates_of,
+    root,
 )  # fmt: skip
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
@@ -70,7 +70,7 @@ def sequential(
     if run is execute:
         return _segment(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
-    size = max(1, math.isqrt(max(length - 1, 0)) + 1)
+    size = root(length)
     rows = cut(tokens, [min(size, length - at) for at in range(0, length, size)], run)
 
     def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:

@@ -183,10 +183,8 @@ def _raise_late(name: str, shape: tuple[int, ...], sizes: Tensor, largest: Tenso
         return
     batch, length, heads = shape
     bad = ~sizes.isfinite().cpu()
-    outputs, states = (
-        bad[: math.prod(shape)].view(shape).transpose(0, 1),
-        bad[math.prod(shape) :].view(-1, batch * heads),
-    )
+    answers, held = bad.split((math.prod(shape), len(bad) - math.prod(shape)))
+    outputs, states = answers.view(shape).transpose(0, 1), held.view(-1, batch * heads)
     rows = states.any(0).nonzero().flatten().tolist()
     places = outputs.flatten().nonzero().flatten().tolist()
     token, row = divmod(places[0], batch * heads) if places else (length - 1, rows[0])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
-from hecate.tape import Block, ByHand, Run, Tensors, is_traced, one, several
+from hecate.tape import Block, ByHand, Run, Tensors, differentiable, is_traced, one, several
 
 Scan = Callable[..., "tuple[Tensor, Carry]"]  # (config or call, tokens, carry, initial, run=run)
 
@@ -126,6 +127,28 @@ def in_folds(
     return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
+def with_graph(name: str, program: Callable[..., Tensors], plain: Callable[..., Tensors]) -> ByHand:
+    """A program whose derivative is that of the graph which its forward pass keeps."""
+
+    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+        if not keeps:
+            return program(*inputs), ()
+        with torch.enable_grad():
+            leaves = [None if item is None else item.detach().requires_grad_(differentiable(item)) for item in inputs]
+            outputs = several(program(*leaves))
+        return tuple([item.detach() for item in outputs]), (*leaves, *outputs)
+
+    def vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+        leaves, outputs = record[: len(inputs)], several(record[len(inputs) :])
+        moving = [item for item in leaves if differentiable(item)]
+        pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+        ys, gs = zip(*pairs, strict=True)
+        grads = iter(torch.autograd.grad(ys, moving, gs, retain_graph=True, allow_unused=True))  # type: ignore[arg-type]
+        return tuple([next(grads) if differentiable(item) else None for item in leaves])
+
+    return ByHand(name, forward, vjp, plain)
+
+
 def run_by_hand(
     engine: ByHand | Block, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
@@ -204,6 +227,11 @@ def by_token(tokens: Tokens, run: Run) -> list[Tokens]:
     for item in tokens:
         columns.append([None] * tokens.v.shape[1] if item is None else run(UNBIND, item, label="tokens"))
     return [Tokens(*row) for row in zip(*columns, strict=True)]
+
+
+def root(length: int) -> int:
+    """Tokens between two states that are kept, of so many: as many as there are such states."""
+    return math.isqrt(max(length - 1, 0)) + 1
 
 
 def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:

@@ -431,7 +431,7 @@ FAULTS = [
         "engine",
         "tests/retention/test_link_at.py",
         ("loop", "        decay = one(run(SELECT, token.write, decay, before))", "        pass"),
-        ("chunk/spans", "within((place == 0) & ~carried),", "within(written & (place == 0) & ~carried),"),
+        ("chunk/spans", "within(first)", "within(written & first)"),
         ("chunk/blocks", "return h if retention.linear else [retention.centred(item, item.new_ones(len(item))) for item in h]", "return h"),
     ),
     *_of(

@@ -21,7 +21,7 @@ is compiled. Where torch has to see every operation the step is the chunk engine
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from itertools import chain
@@ -55,26 +55,15 @@ from hecate.engine.tokens import (
     fold_mask,
     in_folds,
     linear_block,
+    root,
+    with_graph,
 )
 from hecate.errors import install_line
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.bound import BLOCK, KEYS, lengths
 from hecate.structure.graph import Graph
-from hecate.tape import (
-    Block,
-    ByHand,
-    Run,
-    Tensors,
-    bridge,
-    differentiable,
-    execute,
-    formula_block,
-    is_traced,
-    one,
-    several,
-    waits,
-)
+from hecate.tape import Block, Run, Tensors, bridge, execute, formula_block, is_traced, one, several, waits
 
 DUAL, DEVICE_DUAL = 64, 128  # tokens whose pairs are held at once in the dual form, on a device in fewer launches
 BUILT = 16  # tokens whose states are built at once
@@ -216,7 +205,7 @@ def chunked(
         return one(run(CONCAT, *outputs, label="outputs")), carry
 
     small = len(spans) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= KEPT
-    each = len(spans) if small else math.isqrt(len(spans) - 1) + 1
+    each = len(spans) if small else root(len(spans))
     y, carry = in_segments(segment, rows, carry, initial, run, each=each, keep=small)
     if layout is not None:
         y = one(run(layout.collect(), y, label="outputs"))
@@ -239,12 +228,15 @@ def _of_row(config: MemoryConfig, carry: Carry, row: Tensors) -> tuple[Tensors, 
     return (row[:-1], row[-1], initial) if config.blocks else (row, None, initial)
 
 
-def _lengths(
-    config: MemoryConfig, p: Tensor, at: Memory, carry: Carry, write: Tensor | None, run: Run
+def _normalised(
+    config: MemoryConfig, p: Tensor, lr: Tensor, at: Memory, carry: Carry, write: Tensor | None, run: Run
 ) -> tuple[Tensor, Carry]:
-    """The length of every token's step, and the carry with the last keys."""
-    (keys, _), new = _remembered(config, p, carry, write, run)
-    return one(run(lengths(config.structure.graph(), config.blocks), p, write, keys, *at)), new
+    """lr times the length of every token's step, where steps are normalised, and the carry with the last keys."""
+    (keys, _), carry = _remembered(config, p, carry, write, run)
+    if config.blocks:
+        c = one(run(lengths(config.structure.graph(), config.blocks), p, write, keys, *at))
+        lr = one(run(MULTIPLY, lr, c))
+    return lr, carry
 
 
 def _remembered(
@@ -299,11 +291,9 @@ def _commit_dual(
     answers: tuple[Tensor, ...] = ()
     scale, at = decay, () if span.opens is True else anchor
     if not config.retention.linear:
-        start = (
-            anchor
-            if span.starts is None
-            else per_weight(run, SELECT, (span.starts,) * len(anchor), carry.memory, anchor)
-        )
+        start = anchor
+        if span.starts is not None:
+            start = per_weight(run, SELECT, (span.starts,) * len(anchor), carry.memory, anchor)
         at, scale = config.rule.weights(start, run=run), None
         if decay is None:
             answers = several(run(predict_block(graph), one(row[2:3]), *at))
@@ -324,9 +314,7 @@ def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
     phi_k, phi_q, v, *gates = several(row[1:-1])
     anchor, decay = anchor_of(carry, span, run), since_of(carry, row[0], run)
     at = config.rule.weights(anchor, run=run) if decay is None else anchor
-    if config.blocks:
-        c, carry = _lengths(config, phi_k, at, carry, write, run)
-        gates = [one(run(MULTIPLY, gates[0], c)), *gates[1:]]
+    gates[0], carry = _normalised(config, phi_k, gates[0], at, carry, write, run)
     built = token_gradients(config, at, (phi_k, v, decay), run, start)
     columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
     masks = [None] * span.size if row[-1] is None else row[-1].unbind(1)
@@ -391,9 +379,7 @@ def _commit_chunk(
             y, new, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, write, run)
         else:
             y, at = predict(config, weights, phi_q, run), weights if since is None else carry.memory
-            if config.blocks:
-                c, carry = _lengths(config, phi_k, at, carry, write, run)
-                lr = one(run(MULTIPLY, lr, c))
+            lr, carry = _normalised(config, phi_k, lr, at, carry, write, run)
             new = summed(config, at, carry.pending, (phi_k, v, since), lr, run, start)
         waiting = carry._replace(pending=new, pending_retain=(product,))
         carry = waiting if span.closes is False else committed_chunk(config, waiting, start, last, run)
@@ -502,21 +488,4 @@ def _compiled_block(
     # Dynamo counts what it compiles by code object, beyond eight of which it gives up.
     plain.__code__ = plain.__code__.replace()
     program = torch.compile(plain, backend=BACKEND, fullgraph=True, dynamic=False)
-
-    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Any]:
-        if not keeps:
-            return program(*inputs), None
-        with torch.enable_grad():
-            copies = [None if item is None else item.detach().requires_grad_(differentiable(item)) for item in inputs]
-            answers = program(*copies)
-        return tuple([item.detach() for item in several(answers)]), (copies, answers)
-
-    def vjp(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Tensors:
-        copies, answers = record
-        leaves = [item for item in copies if differentiable(item)]
-        pairs = [pair for pair in zip(answers, cotangents, strict=True) if pair[0].requires_grad]
-        outputs, gs = zip(*pairs, strict=True)
-        grads = iter(torch.autograd.grad(outputs, leaves, gs, retain_graph=True, allow_unused=True))
-        return tuple([next(grads) if differentiable(item) else None for item in copies])
-
-    return ByHand("chunk.step", forward, vjp, plain).block()
+    return with_graph("chunk.step", program, plain).block()

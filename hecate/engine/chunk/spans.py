@@ -139,17 +139,10 @@ def layout_of(
     def within(mask: Tensor) -> Tensor:
         return laid(mask).unflatten(1, (spans, size)).any(-1)
 
-    return Layout(
-        spans,
-        places,
-        tokens,
-        laid(written),
-        within(written & (place == 0) & ~carried),
-        within(written & (place == chunk - 1)),
-        within((place == 0) & ~carried),
-        None if reset is None else within(reset),
-        (place[:, -1] + written[:, -1]) % chunk,
-    )
+    first, last = (place == 0) & ~carried, place == chunk - 1
+    opens, closes, starts = within(written & first), within(written & last), within(first)
+    resets, moved = None if reset is None else within(reset), (place[:, -1] + written[:, -1]) % chunk
+    return Layout(spans, places, tokens, laid(written), opens, closes, starts, resets, moved)
 
 
 def places_of(

@@ -445,7 +445,9 @@ class _Loop:
 
     def _back(self, t: int, token: _Operands, past: Any, g: Tensor, later: _State) -> tuple[_Operands, _State]:
         before, after, pred, u, reached, h, q, step, of_gain = past
-        asked, later, earlier = self._read_back(token, before, after, g, later)
+        asked, read = self._read_back(token, before if self.early else after, g)
+        if not self.early:  # the query meets the state after the token
+            later = _sum(later, read)
         gs, ga, gi, gx, gy, gw, ggram = later
         # X', Y', a', i'
         gretain = _inner(gx, before.x) + _inner(gy, before.y) + ga * before.a + gi * before.i
@@ -490,16 +492,12 @@ class _Loop:
         gx = torch.baddbmm(token.retain * gx, gpred, token.slot.mT)
         gy = torch.baddbmm(token.retain * gy, gpred, token.hit.mT)
         new = _State(gs, ga, gi, gx, gy, gw, ggram)
-        if earlier is not None:
-            new = _State(*(x if e is None else x + e for x, e in zip(new, earlier, strict=True)))
-        return share, new
+        return share, _sum(new, read) if self.early else new
 
     def _read_back(
-        self, token: _Operands, before: _State, after: _State, g: Tensor, later: _State
-    ) -> tuple[tuple[Tensor | None, ...], _State, tuple[Tensor | None, ...] | None]:
-        """Cotangents of what the query meets, and of the state that it is read from: added to those of the state after
-        the token, or apart."""
-        state = before if self.early else after
+        self, token: _Operands, state: _State, g: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """Cotangents of what the query meets, and of the state that it is read from."""
         initial = token.initial_q
         share = (
             None, _inner(g, token.memory_q), None if initial is None else _inner(g, initial),
@@ -508,9 +506,11 @@ class _Loop:
         met = (
             state.a * g, torch.bmm(state.x.mT, g), None if initial is None else state.i * g, torch.bmm(state.y.mT, g)
         )  # fmt: skip
-        if self.early:
-            return met, later, share
-        return met, _State(*(x if e is None else x + e for x, e in zip(later, share, strict=True))), None
+        return met, share
+
+
+def _sum(state: _State, more: tuple[Tensor | None, ...]) -> _State:
+    return _State(*(x if e is None else x + e for x, e in zip(state, more, strict=True)))
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
