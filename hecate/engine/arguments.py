@@ -138,8 +138,9 @@ def check_gates(config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor) -> Non
 
 def filled_gates(
     config: MemoryConfig, gates: Gates, k: Tensor, write: Tensor | None, looks: bool | None = None
-) -> list[Tensor]:
-    """lr, retain and momentum of keys `[B, T, H, D]` as tensors, in the order of `TokenGates`.
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """lr, retain and momentum of keys `[B, T, H, D]` as tensors, in the order of `TokenGates`; and those of `FURTHER`,
+    None where they are not given.
 
     On a CPU, where values can be read without waiting, a number out of range is refused with its place, unless its
     token is not written; NaN and infinity are left to `on_nonfinite`. `looks`: whether values may be read, if known.
@@ -150,19 +151,11 @@ def filled_gates(
         gates = gates._replace(retain=retain_per_head(config, k.shape[:3], k))
     for name, gate, default, top in zip(TokenGates._fields, gates, forms.defaults, forms.tops):  # noqa: B905
         filled.append(_gate_tensor(name, gate, default, k, write, top, looks))
-    return filled
-
-
-def further_gates(
-    gates: Gates, k: Tensor, write: Tensor | None, looks: bool | None = None
-) -> tuple[Tensor | None, ...]:
-    """erase, write, retain_value and floor of keys `[B, T, H, D]` as tensors, None where they are not given."""
-    if gates.erase is gates.write is gates.retain_value is gates.floor is None:
-        return None, None, None, None
-    pairs = [(name, getattr(gates, name)) for name in FURTHER]
-    return tuple(
-        None if gate is None else _gate_tensor(name, gate, 1.0, k, write, FURTHER[name], looks) for name, gate in pairs
-    )
+    further: list[Tensor | None] = []
+    for name, top in FURTHER.items():
+        gate = getattr(gates, name)
+        further.append(None if gate is None else _gate_tensor(name, gate, 1.0, k, write, top, looks))
+    return filled, further
 
 
 def _check_numbers(config: MemoryConfig, gates: Gates) -> None:
@@ -385,9 +378,12 @@ def check_state(state: MemoryState | None) -> None:
     check_state(state.normalizer)
 
 
-def check_held(config: MemoryConfig, state: MemoryState) -> None:
-    """Refuses a state with a part for a readout or a normaliser that the config does not have, or without the part for
-    one that it has."""
+def check_held(config: MemoryConfig, state: MemoryState | None) -> None:
+    """Refuses a state that no scan can have returned, with a part for a readout or a normaliser that the config does
+    not have, or without the part for one that it has."""
+    check_state(state)
+    if state is None:
+        return
     if (state.readout is None) != config.readout.plain:
         contents = "nothing" if state.readout is None else str(sorted(state.readout))
         raise ShapeError(

@@ -127,9 +127,7 @@ class Plan:
         """From the arguments of `memory_scan`, all of which it checks, except for the numbers in gates."""
         check_alike(q, k, v, write, reset)
         arguments.check_gates(config, gates, k, v)
-        arguments.check_state(state)
-        if state is not None:
-            arguments.check_held(config, state)
+        arguments.check_held(config, state)
         if initial is not None:
             arguments.check_named("initial", initial)
         arguments.check_position(config, state, k)
@@ -216,10 +214,10 @@ class Plan:
         an engine has a short way, the tensors are packed only when asked for, or at once if `whole`."""
         if self.short and not whole:  # where no number has to be checked
             return Call(self, None, traced=False, arguments=(q, k, v, gates, params, state, initial, write, reset))
-        lr, retain, momentum = arguments.filled_gates(self.config, gates, k, write, self.looks)
+        (lr, retain, momentum), further = arguments.filled_gates(self.config, gates, k, write, self.looks)
         if self.wide:
             retain = retain.unsqueeze(-1).expand(*retain.shape, self.wide)
-        further, position, count = arguments.further_gates(gates, k, write, self.looks), None, None
+        position, count = None, None
         if self.numbered:
             position, count = counted(_count(state, k), write, reset, k.shape[1])
         flat = [q, k, v, lr, retain, momentum, write, reset, position, *further]
@@ -522,7 +520,7 @@ def complete(
     check_alike(q, k, v, write_mask, reset_mask)
     gates = DEFAULTS if gates is None else gates
     arguments.check_gates(config, gates, k, v)
-    first, further = arguments.filled_gates(config, gates, k, write_mask), arguments.further_gates(gates, k, write_mask)
+    first, further = arguments.filled_gates(config, gates, k, write_mask)
     return Inputs(q, k, v, *first, write_mask, reset_mask, None, *further)  # type: ignore[call-arg]
 
 

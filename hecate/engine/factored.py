@@ -21,7 +21,8 @@ from torch import Tensor
 
 from hecate.engine.call import Call, Plan
 from hecate.engine.engine import TokenEngine, chunk_refusal
-from hecate.engine.tokens import Carry, Tokens, by_token, expand_to, in_folds, root, run_by_hand
+from hecate.engine.loop import root
+from hecate.engine.tokens import Carry, Tokens, by_token, expand_to, in_folds, run_by_hand
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors, execute, one, several

@@ -27,26 +27,14 @@ from hecate.engine.call import Call, Plan
 from hecate.engine.coefficients import matrices_of
 from hecate.engine.engine import apart
 from hecate.engine.features import to_tokens
-from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, per_weight, token_step
+from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, per_weight, root, token_step
 from hecate.engine.parallel import CHANNEL_CHUNK, CHUNK, chunked, in_blocks
 from hecate.engine.reductions import one_write_each, read_once
-from hecate.engine.tokens import Carry, Tokens, by_token, cast, cut, fold_heads, root, unfold_heads, written_before
+from hecate.engine.tokens import Carry, Tokens, by_token, cast, cut, fold_heads, unfold_heads, written_before
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory
-from hecate.tape import (
-    Autodiff,
-    Block,
-    Run,
-    Tensors,
-    can_inspect,
-    differentiate,
-    execute,
-    formula_block,
-    one,
-    several,
-    steady,
-)
+from hecate.tape import Autodiff, Block, Run, Tensors, can_inspect, differentiate, formula_block, one, several, steady
 from hecate.tape.ops import joined
 
 SEGMENT = 16  # blocks between checkpoints
@@ -107,7 +95,7 @@ def log_linear_scan(
     expect(scale, "B T H L", name="scale")
     expect(scale, "B T H L", name="scale", sizes=(*q.shape[:3], max(1, scale.shape[-1])), like=q, other="q")
     if writes > 1:
-        rule, (q, k, v, gates), options = one_write_each(config, q, k, v, gates, run=execute, **options)
+        rule, (q, k, v, gates), options = one_write_each(config, q, k, v, gates, **options)
         scale = scale.repeat_interleave(writes, 1)
     plain = Call.of(rule, q, k, v, gates, state=None if state is None else as_plain(state, scale.shape[-1]), **options)
     call = _in_levels(plain, state, scale.shape[-1])
@@ -124,7 +112,7 @@ def log_linear_scan(
     if rule.on_nonfinite == "raise" and y.requires_grad:
         nonfinite.watch_cotangents(name, y, after, call.traced)
     after = after._replace(position=count.unsqueeze(1).expand_as(after.position).clone())
-    return (y if writes == 1 else read_once(config, y, run=execute)), after
+    return (y if writes == 1 else read_once(config, y)), after
 
 
 def as_plain(state: MemoryState, levels: int) -> MemoryState:

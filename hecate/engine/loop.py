@@ -6,6 +6,7 @@ outer tape keeps one carry per segment, and the backward pass tapes one segment 
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import chain
 
@@ -28,7 +29,6 @@ from hecate.engine.tokens import (
     in_folds,
     linear_block,
     rates_of,
-    root,
 )  # fmt: skip
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
@@ -77,6 +77,11 @@ def sequential(
         return _segment(config, Tokens(*rows[0]), carry, initial, run, first * size)  # type: ignore[arg-type]
 
     return in_segments(segment, rows, carry, initial, run)
+
+
+def root(length: int) -> int:
+    """Tokens between two states that are kept, of so many: as many as there are such states."""
+    return math.isqrt(max(length - 1, 0)) + 1
 
 
 def in_segments(

@@ -21,7 +21,6 @@ from hecate.engine.arguments import (
     check_config,
     check_held,
     check_params,
-    check_state,
     check_tensors,
     readout_gates,
     retain_per_head,
@@ -33,7 +32,7 @@ from hecate.engine.tokens import CONCAT, cast, cut, linear_block
 from hecate.errors import ConfigError, ShapeError
 from hecate.readout import Asked, Means
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.tape import Block, Run, one, several
+from hecate.tape import Block, Run, execute, one, several
 from hecate.tape.bridge import full_precision
 
 SPAN = 16  # tokens whose matrices are held at once
@@ -85,7 +84,6 @@ def _readout_state(config: MemoryConfig, state: MemoryState | None, k: Tensor) -
     shapes = config.readout.state_shapes(config.feature_map.output_dim(width))
     if state is None:
         return {name: torch.zeros(batch, heads, *s, dtype=config.dtype, device=k.device) for name, s in shapes.items()}
-    check_state(state)
     check_held(config, state)
     held: dict[str, Tensor] = state.readout  # type: ignore[assignment]
     check_tensors("state.readout", held, {n: (batch, heads, *s) for n, s in shapes.items()}, k)
@@ -123,7 +121,7 @@ def _recalled(
 
 
 def one_write_each(
-    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, *, run: Run, **options: Any
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, *, run: Run = execute, **options: Any
 ) -> tuple[MemoryConfig, tuple[Tensor, Tensor, Tensor, Gates], dict[str, Any]]:
     """The config and the arguments of a scan of T n tokens, from those of T tokens of n writes: k `[B, T, n, H, D]`, v
     `[B, T, n, H, V]`, lr, erase and write `[B, T, n, H, *]`, and the others without the axis n."""
@@ -177,7 +175,7 @@ def one_write_each(
     return config.single, tokens, options
 
 
-def read_once(config: MemoryConfig, y: Tensor, *, run: Run) -> Tensor:
+def read_once(config: MemoryConfig, y: Tensor, *, run: Run = execute) -> Tensor:
     """The answers of T tokens `[B, T, H, V]`, picked from those at every write: at the last, or before the first."""
     at, n = config.writes - 1 if config.read == "after" else 0, config.writes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -227,11 +226,6 @@ def by_token(tokens: Tokens, run: Run) -> list[Tokens]:
     for item in tokens:
         columns.append([None] * tokens.v.shape[1] if item is None else run(UNBIND, item, label="tokens"))
     return [Tokens(*row) for row in zip(*columns, strict=True)]
-
-
-def root(length: int) -> int:
-    """Tokens between two states that are kept, of so many: as many as there are such states."""
-    return math.isqrt(max(length - 1, 0)) + 1
 
 
 def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:

@@ -31,15 +31,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import RATES, Call, Plan
-from hecate.engine.chunk.blocks import (
-    Dual,
-    predict,
-    predict_block,
-    predict_states,
-    shared_graph,
-    summed,
-    token_gradients,
-)
+from hecate.engine.chunk.blocks import Dual, predict, predict_block, predict_each, shared_graph, summed, token_gradients
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
 from hecate.engine.engine import TokenEngine
 from hecate.engine.loop import MULTIPLY, committed_chunk, in_segments, labelled, per_weight, regained, restarted, select
@@ -55,7 +47,6 @@ from hecate.engine.tokens import (
     fold_mask,
     in_folds,
     linear_block,
-    root,
     with_graph,
 )
 from hecate.errors import install_line
@@ -205,7 +196,7 @@ def chunked(
         return one(run(CONCAT, *outputs, label="outputs")), carry
 
     small = len(spans) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= KEPT
-    each = len(spans) if small else root(len(spans))
+    each = len(spans) if small else math.isqrt(len(spans) - 1) + 1
     y, carry = in_segments(segment, rows, carry, initial, run, each=each, keep=small)
     if layout is not None:
         y = one(run(layout.collect(), y, label="outputs"))
@@ -326,7 +317,7 @@ def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
         stepped = carry._replace(memory=memory, slots=slots)
         carry = stepped if mask is None else select(mask, stepped, carry, run)
         states.append(carry.memory if config.read == "after" else before)
-    y = predict_states(config, states, phi_q, run)
+    y = predict_each(config, states, phi_q, run)
     return y, closed(carry._replace(anchor=anchor), decay, span, run)
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hecate.algorithm import WindowForm
 from hecate.engine.coefficients import coefficients, faced_states, neutral
-from hecate.engine.parallel import implicit_gradients
+from hecate.engine.implicit import implicit_gradients
 from hecate.engine.tokens import constants
 from hecate.phi.base import PowerForm
 from hecate.rule import MemoryConfig
@@ -42,18 +42,9 @@ SIZE = 64  # tokens of a block
 AGAIN = 16  # tokens whose steps are held at once in the backward pass
 
 
-class Leaves(NamedTuple):
-    """Inputs of a block: products of features with states, keys and queries `[N, n, d]`, values, the context's values
-    or None, gates `[N, n]`."""
-
-    products: Tensor
-    x_k: Tensor
-    x_q: Tensor
-    v: Tensor
-    values: Tensor | None
-    lr: Tensor
-    retain: Tensor
-    momentum: Tensor
+# Inputs of a block: products of features with states, keys and queries `[N, n, d]`, values, the context's values or
+# None, gates `[N, n]`.
+Leaves = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
 
 
 class Settings(NamedTuple):
@@ -468,15 +459,14 @@ class _Loop:
         gs = gs + _inner(greached, token.slot)
         gw = torch.baddbmm(gw, greached, token.hit.mT)
         gseen = gu * self.live[t]
-        gpred = gseen if self.asks else torch.zeros_like(gseen)
-        gfrozen, gpred = (gpred, torch.zeros_like(gpred)) if self.frozen else (None, gpred)
+        gpred = gseen if self.asks and not self.frozen else torch.zeros_like(gseen)
         if self.decayed and self.asks:
             gretain, gpred = gretain + _inner(gseen, pred), token.retain * gseen
         ga, gi = token.retain * ga + _inner(gpred, token.memory), token.retain * gi
         if token.initial is not None:
             gi = gi + _inner(gpred, token.initial)
         share = _Operands(  # type: ignore[call-arg]
-            before.a * gpred if gfrozen is None else gfrozen,
+            gseen if self.frozen else before.a * gpred,
             torch.baddbmm(before.s * greached, before.x.mT, gpred),
             None if token.initial is None else before.i * gpred,
             *asked[:3],  # type: ignore[arg-type]

@@ -38,8 +38,9 @@ from hecate.engine.call import Call, Plan
 from hecate.engine.chunk.engine import steps_of
 from hecate.engine.engine import Engine
 from hecate.engine.features import cast_inputs, to_tokens
+from hecate.engine.loop import root
 from hecate.engine.parallel import coordinate_refusal
-from hecate.engine.tokens import Carry, Tokens, by_head, in_folds, root, run_by_hand
+from hecate.engine.tokens import Carry, Tokens, by_head, in_folds, run_by_hand
 from hecate.engine.window import blocks
 from hecate.engine.window.blocks import Leaves, Outcome, Rows, Settings, gram_block, linear_block, rows_of
 from hecate.engine.window.chunks import SIZE, Rooms, in_chunks, inner_product
@@ -243,7 +244,7 @@ class _Walk(Rooms):
 
     def leaves(self, products: Tensor, part: Tokens, state: _State) -> Leaves:
         """Inputs of an outcome."""
-        return Leaves(products, part.phi_k, part.phi_q, part.v, state.values, *part[3:6])
+        return products, part.phi_k, part.phi_q, part.v, state.values, part.lr, part.retain, part.momentum
 
     def after(self, state: _State, rows: Rows, features: Tensor, outcome: Outcome) -> _State:
         """The states that leave a block."""
@@ -312,7 +313,7 @@ class _Walk(Rooms):
         met, rows = self.meeting(state, later, features[:, :end]), self.rows(state, part)
 
         def between(*leaves: Any) -> Tensors:
-            again, _ = self.block(self.settings, rows, (part.write, part.reset), Leaves(*leaves), steps)
+            again, _ = self.block(self.settings, rows, (part.write, part.reset), leaves, steps)
             return tuple(item for item in again if item is not None)
 
         # What lies between products and combinations is small, and autograd's.
