@@ -27,10 +27,10 @@ from hecate.engine.call import Call, Plan
 from hecate.engine.coefficients import matrices_of
 from hecate.engine.engine import apart
 from hecate.engine.features import to_tokens
-from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, per_weight, root, token_step
+from hecate.engine.loop import in_segments, per_weight, root, token_by_token
 from hecate.engine.parallel import CHANNEL_CHUNK, CHUNK, chunked, in_blocks
 from hecate.engine.reductions import one_write_each, read_once
-from hecate.engine.tokens import Carry, Tokens, by_token, cast, cut, fold_heads, unfold_heads, written_before
+from hecate.engine.tokens import Carry, Tokens, cast, cut, fold_heads, unfold_heads, written_before
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory
@@ -240,19 +240,17 @@ def _segment(
     gate = tokens.retain_value
     tokens = tokens._replace(v=one(run(newest, tokens.v)), retain_value=None if gate is None else one(run(alike, gate)))
     initial = per_weight(run, oldest, initial)
-    memory, slots = per_weight(run, rowed, carry.memory), per_weight(run, rowed, carry.slots)
-    blocks = blocks_of(config)
-    outputs: list[Tensor] = []
-    for t, token in enumerate(by_token(tokens, run)):
-        move = formula_block("move", partial(_rows_moved_on, age=ages[:, t], levels=levels))
-        token_run = labelled(run, f"token {first * length + t}")
-        before = carry._replace(memory=per_weight(token_run, move, memory), slots=per_weight(token_run, move, slots))
-        y, carry, _ = token_step(config, token, before, initial, run=token_run, blocks=blocks)
-        memory, slots = carry.memory, carry.slots
-        outputs.append(y)
-    y = one(run(weighed, scale, one(run(STACK, *outputs, label="outputs"))))
     back = formula_block("levels", lambda x: x.unflatten(1, (levels, -1)))
-    return y, carry._replace(memory=per_weight(run, back, memory), slots=per_weight(run, back, slots))
+
+    def moved(t: int, carry: Carry, run: Run) -> Carry:
+        return _mapped(run, formula_block("move", partial(_rows_moved_on, age=ages[:, t], levels=levels)), carry)
+
+    y, carry = token_by_token(config, tokens, _mapped(run, rowed, carry), initial, run, first * length, moved)
+    return one(run(weighed, scale, y)), _mapped(run, back, carry)
+
+
+def _mapped(run: Run, block: Block, carry: Carry) -> Carry:
+    return carry._replace(memory=per_weight(run, block, carry.memory), slots=per_weight(run, block, carry.slots))
 
 
 def _rows_moved_on(rows: Tensor, age: Tensor, levels: int) -> Tensor:

@@ -7,6 +7,7 @@ outer tape keeps one carry per segment, and the backward pass tapes one segment 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -68,15 +69,15 @@ def sequential(
     there are none where nothing is kept."""
     # Nothing is recorded, so checkpoints would only cost time.
     if run is execute:
-        return _segment(config, tokens, carry, initial, run, 0)
+        return token_by_token(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
     size = root(length)
     rows = cut(tokens, [min(size, length - at) for at in range(0, length, size)], run)
 
-    def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
-        return _segment(config, Tokens(*rows[0]), carry, initial, run, first * size)  # type: ignore[arg-type]
+    def program(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
+        return token_by_token(config, Tokens(*rows[0]), carry, initial, run, first * size)  # type: ignore[arg-type]
 
-    return in_segments(segment, rows, carry, initial, run)
+    return in_segments(program, rows, carry, initial, run)
 
 
 def root(length: int) -> int:
@@ -122,14 +123,19 @@ def per_weight(run: Run, block: Block, *columns: Memory) -> Memory:
     return tuple([one(run(block, *row)) for row in zip(*columns, strict=True)])
 
 
-def _segment(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int
-) -> tuple[Tensor, Carry]:
+def token_by_token(
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int,
+    moved: Callable[[int, Carry, Run], Carry] | None = None,
+) -> tuple[Tensor, Carry]:  # fmt: skip
+    """Tokens one after the other, `first` the number of the first: outputs `[N, T, V]` and the final carry. `moved`
+    says what each token finds in place of the carry."""
     blocks = blocks_of(config)
     outputs: list[Tensor] = []
     weights: Memory | None = None
-    for t, token in enumerate(by_token(tokens, run), first):
-        token_run = labelled(run, f"token {t}")
+    for t, token in enumerate(by_token(tokens, run)):
+        token_run = labelled(run, f"token {first + t}")
+        if moved is not None:
+            carry, weights = moved(t, carry, token_run), None
         y, carry, weights = token_step(config, token, carry, initial, run=token_run, blocks=blocks, weights=weights)
         outputs.append(y)
     return one(run(STACK, *outputs, label="outputs")), carry

@@ -26,13 +26,15 @@ class Span(NamedTuple):
     """Tokens of one chunk, taken in one step.
 
     Its fields say whether they include the token that opens the chunk and the one that closes it, known for all
-    memories or as a mask `[N]`; and with masks, whether the chunk begins here, even if with unwritten tokens.
+    memories or as a mask `[N]`; and with masks, whether the chunk begins here, even if with unwritten tokens, and which
+    tokens are written, `[N, size]`.
     """
 
     size: int
     opens: bool | Tensor
     closes: bool | Tensor
     starts: Tensor | None = None
+    write: Tensor | None = None
 
 
 def spans_of(position: int, length: int, chunk: int, size: int) -> list[Span]:

@@ -266,7 +266,7 @@ class _Spans(Rooms):
 
     # A step at each token.
 
-    def commit_token(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+    def commit_token(self, carry: Carry, row: Tensors, span: Span, _: Memory, run: Run) -> tuple[Tensor, Carry]:
         """Outputs of a span and the carry after it."""
         since, anchor = since_of(carry, row[0], run), anchor_of(carry, span, run)
         bases = (*carry.memory, *carry.slots[: self.slot_count], *(() if span.opens is True else anchor))
@@ -280,7 +280,7 @@ class _Spans(Rooms):
 
     # One step a chunk.
 
-    def commit_chunk(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+    def commit_chunk(self, carry: Carry, row: Tensors, span: Span, _: Memory, run: Run) -> tuple[Tensor, Carry]:
         """Outputs of a span and the carry after it."""
         since, (x_q, retain, momentum) = since_of(carry, row[0], run), several((row[2], row[5], row[6]))
         inputs = *row[1:-1], since, row[-1], *self.context(carry), *carry.memory, *carry.pending
