@@ -17,25 +17,14 @@ from torch import Tensor
 from hecate.algorithm import Token
 from hecate.engine.call import GENERAL, RATES, Call, Plan
 from hecate.engine.engine import TokenEngine
-from hecate.engine.tokens import (
-    CONCAT,
-    NUMBERS,
-    SELECT,
-    VECTORS,
-    Carry,
-    Scan,
-    Tokens,
-    by_token,
-    cut,
-    in_folds,
-    linear_block,
-    rates_of,
-)  # fmt: skip
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, VECTORS, Carry, Tokens, by_token, cut, in_folds, linear_block
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.bound import KEYS, lengths
 from hecate.tape import Autodiff, Block, Run, Tensors, can_inspect, checkpoint, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
+
+Program = Callable[..., tuple[Tensor, Carry]]  # (rows, carry, initial, run, first)
 
 
 class Sequential(TokenEngine):
@@ -86,7 +75,7 @@ def root(length: int) -> int:
 
 
 def in_segments(
-    program: Scan, rows: list[Tensors], carry: Carry, initial: Memory, run: Run, *, each: int = 1, keep: bool = False
+    program: Program, rows: list[Tensors], carry: Carry, initial: Memory, run: Run, *, each: int = 1, keep: bool = False
 ) -> tuple[Tensor, Carry]:
     """Outputs and last carry of `program(rows, carry, initial, run, first)`, with a checkpoint for every `each` rows,
     `first` being the number of the first of them; `keep` is that of `checkpoint`."""
@@ -293,6 +282,11 @@ def committed_chunk(config: MemoryConfig, carry: Carry, initial: Memory, momentu
     return carry._replace(memory=memory, slots=slots, pending=pending, pending_retain=(torch.ones_like(decay),))
 
 
+def rates_of(lr: Tensor, axes: int, count: int, run: Run) -> Memory:
+    """lr for each of `count` weights: lr itself for all if it has `axes` axes, else its columns. [ENG-RATES-D1]"""
+    return (lr,) * count if lr.dim() == axes else several(run(_COLUMNS, lr))
+
+
 def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
     """Per memory, one carry or the other; the branch not taken gets exactly zero gradient."""
     pairs = zip(yes.flat, no.flat, strict=True)
@@ -329,6 +323,7 @@ _REGAINED = formula_block(
     lambda memory, start, retain: memory + over(1 - retain, memory) * start,
     lambda memory, start, retain, g: (g, over(1 - retain, g) * g, -sum_to_gate(g * start, retain)),
 )
+_COLUMNS = Block("lr.columns", lambda lr: (lr.unbind(-1), None), lambda _, *g: (torch.stack(g, -1),))
 _ROW = linear_block("token.row", lambda x: x.unsqueeze(1), lambda g: g.squeeze(1))
 _ONLY = linear_block("token.only", lambda x: x.squeeze(1), lambda g: g.unsqueeze(1))
 MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described, expect
-from hecate.engine.arguments import (
-    check_config,
-    check_held,
-    check_params,
-    check_tensors,
-    readout_gates,
-    retain_per_head,
-)
+from hecate.engine.arguments import check_held, check_params, check_tensors, readout_gates, retain_per_head
 from hecate.engine.call import complete, state_dtype
 from hecate.engine.engine import COPY, Engine, check_exact
 from hecate.engine.features import to_tokens
@@ -48,7 +41,6 @@ def read_through(
 ) -> tuple[Tensor, MemoryState]:  # fmt: skip
     """`memory_scan` of a config with a readout, by `scan`, which is `memory_scan` of its direct one; `how` are engine,
     autodiff, tape and name."""
-    config = check_config(config)
     check_exact(config, how["engine"])
     gates = Gates() if gates is None else gates
     inputs = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)

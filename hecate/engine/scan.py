@@ -146,7 +146,7 @@ def _scan(
         y, state = _scan(single, q, k, v, gates, **options, **how)
         return read_once(config, y, run=record), state
     if not getattr(getattr(config, "readout", None), "plain", True):
-        return read_through(_scan, config, q, k, v, gates, run=record, how=how, **options)
+        return read_through(_scan, check_config(config), q, k, v, gates, run=record, how=how, **options)
     call = Call.of(config, q, k, v, gates, **options)
     chosen = choose(call, engine)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
-from hecate.tape import Block, ByHand, Run, Tensors, differentiable, is_traced, one, several
+from hecate.tape import Block, ByHand, Run, Tensors, is_traced, one
 
 Scan = Callable[..., "tuple[Tensor, Carry]"]  # (config or call, tokens, carry, initial, run=run)
 
@@ -79,14 +79,6 @@ def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[T
     return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
 
 
-def rates_of(lr: Tensor, axes: int, count: int, run: Run) -> Memory:
-    """lr for each of `count` weights: lr itself for all if it has `axes` axes, else its columns. [ENG-RATES-D1]"""
-    return (lr,) * count if lr.dim() == axes else several(run(_COLUMNS, lr))
-
-
-_COLUMNS = Block("lr.columns", lambda lr: (lr.unbind(-1), None), lambda _, *g: (torch.stack(g, -1),))
-
-
 # Heads.
 
 
@@ -124,28 +116,6 @@ def in_folds(
         return engine(config, tokens, carry, initial, run=run)
     y, new = engine(config, fold_heads(tokens, run), carry, initial, run=run)
     return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
-
-
-def with_graph(name: str, program: Callable[..., Tensors], plain: Callable[..., Tensors]) -> ByHand:
-    """A program whose derivative is that of the graph which its forward pass keeps."""
-
-    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-        if not keeps:
-            return program(*inputs), ()
-        with torch.enable_grad():
-            leaves = [None if item is None else item.detach().requires_grad_(differentiable(item)) for item in inputs]
-            outputs = several(program(*leaves))
-        return tuple([item.detach() for item in outputs]), (*leaves, *outputs)
-
-    def vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-        leaves, outputs = record[: len(inputs)], several(record[len(inputs) :])
-        moving = [item for item in leaves if differentiable(item)]
-        pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
-        ys, gs = zip(*pairs, strict=True)
-        grads = iter(torch.autograd.grad(ys, moving, gs, retain_graph=True, allow_unused=True))  # type: ignore[arg-type]
-        return tuple([next(grads) if differentiable(item) else None for item in leaves])
-
-    return ByHand(name, forward, vjp, plain)
 
 
 def run_by_hand(

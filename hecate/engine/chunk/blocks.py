@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
-from hecate.engine.loop import STACK, per_weight, regained
-from hecate.engine.tokens import expand_to, linear_block, rates_of
+from hecate.engine.loop import STACK, per_weight, rates_of, regained
+from hecate.engine.tokens import expand_to, linear_block
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.structure.bound import Lengths

@@ -32,23 +32,10 @@ from torch import Tensor
 
 from hecate.engine.call import RATES, Call, Plan
 from hecate.engine.chunk.blocks import Dual, predict, predict_block, predict_each, shared_graph, summed, token_gradients
-from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
-from hecate.engine.engine import TokenEngine
+from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, most_spans, spans_of
+from hecate.engine.engine import TokenEngine, with_graph
 from hecate.engine.loop import MULTIPLY, committed_chunk, in_segments, labelled, per_weight, regained, restarted, select
-from hecate.engine.tokens import (
-    CONCAT,
-    NUMBERS,
-    SELECT,
-    UNBIND,
-    VECTORS,
-    Carry,
-    Tokens,
-    cut,
-    fold_mask,
-    in_folds,
-    linear_block,
-    with_graph,
-)
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Tokens, cut, in_folds, linear_block
 from hecate.errors import install_line
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
@@ -118,10 +105,7 @@ def steps_of(plan: Plan, longest: int | None = None) -> int:
     size = min(longest or span_size(config, channelwise=plan.channels, late=late), config.chunk, length)
     if not plan.masks and plan.place is not None and plan.place < config.chunk:
         return len(spans_of(plan.place, length, config.chunk, size))
-    call = plan.tensors  # the number depends on the masks, and on each memory's place in its chunk
-    position, heads = call.memories[0][1].position, call.inputs.lr.shape[2]
-    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in call.inputs[6:8])
-    return places_of(write, reset, position, length, config.chunk, size)[-1] if len(position) else 0
+    return most_spans(plan.tensors, size)  # which depends on the masks, and on each memory's place in its chunk
 
 
 def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) -> int:

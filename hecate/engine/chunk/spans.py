@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.engine.call import Call
 from hecate.engine.coefficients import coefficients, running_products
-from hecate.engine.tokens import NUMBERS, UNBIND, VECTORS, Tokens, cut, expand_to, linear_block
+from hecate.engine.tokens import NUMBERS, UNBIND, VECTORS, Tokens, cut, expand_to, fold_mask, linear_block
 from hecate.rule import MemoryConfig
 from hecate.tape import Block, Run, Tensors, can_inspect
 
@@ -175,6 +176,13 @@ def places_of(
     else:
         spans = length if reset is not None else min(length, length // chunk + 2 + length // size)
     return written, writes % chunk, (base < 0) & (count == 0), span, offset, spans
+
+
+def most_spans(call: Call, size: int) -> int:
+    """The spans of the memory that has most; 0 without memories."""
+    position, heads, inputs = call.memories[0][1].position, call.inputs.lr.shape[2], call.inputs
+    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (inputs.write, inputs.reset))
+    return places_of(write, reset, position, call.length, call.config.chunk, size)[-1] if len(position) else 0
 
 
 def _padded(x: Tensor) -> Tensor:

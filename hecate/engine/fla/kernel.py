@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import AlgorithmForm
-from hecate.engine.engine import chunk_refusal
+from hecate.engine.engine import chunk_refusal, with_graph
 from hecate.engine.loop import sequential
 from hecate.engine.parallel import by_torch
-from hecate.engine.tokens import Carry, Tokens, with_graph
+from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import NO_CARD, distrust_norm
 from hecate.engine.triton.parity import both_by_torch, both_ways, difference, trial
 from hecate.errors import install_line
