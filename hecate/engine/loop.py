@@ -295,7 +295,7 @@ def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
 
 def restarted(config: MemoryConfig, mask: Tensor, initial: Memory, carry: Carry, run: Run) -> Carry:
     """The carry, in which the memories of the mask start anew from `initial`."""
-    slots, pending, keys = (tuple(map(torch.zeros_like, kind)) for kind in (carry.slots, carry.pending, carry.keys))
+    slots, pending, keys = [tuple(map(torch.zeros_like, kind)) for kind in (carry.slots, carry.pending, carry.keys)]
     anchor, retain = initial if config.frozen_gradients else (), tuple(map(torch.ones_like, carry.pending_retain))
     anew = Carry(initial, slots, anchor, pending, retain, keys, torch.zeros_like(carry.position))
     return select(mask, anew, carry, run)
