@@ -275,18 +275,18 @@ def _commit_built(
     config: MemoryConfig, carry: Carry, row: Tensors, span: Span, start: Memory, run: Run
 ) -> tuple[Tensor, Carry]:
     """A step at each token, built one after the other: decay, phi_k, phi_q, v, the gates and the mask."""
-    phi_k, phi_q, v, *gates = several(row[1:-1])
+    phi_k, phi_q, v, lr, retain, momentum = several(row[1:-1])
     anchor, decay = anchor_of(carry, span, run), since_of(carry, row[0], run)
     at = config.rule.weights(anchor, run=run) if decay is None else anchor
-    gates[0], carry = _normalised(config, phi_k, gates[0], at, carry, span.write, run)
+    lr, carry = _normalised(config, phi_k, lr, at, carry, span.write, run)
     built = token_gradients(config, at, (phi_k, v, decay), run, start)
-    columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
+    columns = [several(run(UNBIND, item)) for item in (lr, retain, momentum, *built)]
     masks = [None] * span.size if row[-1] is None else row[-1].unbind(1)
     states: list[Memory] = []
     for mask, *each in zip(masks, *columns, strict=True):
-        before, token_gates = carry.memory, TokenGates(*each[: len(gates)])
-        memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[len(gates) :]), token_gates, run=run)
-        memory = regained(config, memory, start, token_gates.retain, run)
+        before, gates = carry.memory, TokenGates(*each[:3])
+        memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[3:]), gates, run=run)
+        memory = regained(config, memory, start, gates.retain, run)
         stepped = carry._replace(memory=memory, slots=slots)
         carry = stepped if mask is None else select(mask, stepped, carry, run)
         states.append(carry.memory if config.read == "after" else before)
