@@ -26,15 +26,13 @@ from hecate.engine.scan import (
     scan_arguments,
     stepper,
 )
-from hecate.engine.tokens import CONCAT, counted, written_before
+from hecate.engine.tokens import counted, written_before
 from hecate.engine.triton.parity import kept as kernel_verdicts
-from hecate.tape.ops import largest, levelling, near_one, reach
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "CONCAT",
     "DIVIDE",
     "L2_NORM",
     "MOST_LEVELS",
@@ -60,20 +58,16 @@ __all__ = [
     "exact_engines",
     "explain",
     "kernel_verdicts",
-    "largest",
-    "levelling",
     "lies",
     "load_kernels",
     "log_linear_scan",
     "memory_features",
     "memory_scan",
     "memory_step",
-    "near_one",
     "numbered",
     "one_write_each",
     "padded",
     "predict",
-    "reach",
     "scan_answers",
     "scan_arguments",
     "share_out",

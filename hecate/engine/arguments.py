@@ -24,6 +24,8 @@ Named = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
 # For each gate that only some rules take: the knob that decides, and a variant that takes it.
 TAKEN_BY = {"retain": ("retention", "decay"), "momentum": ("algorithm", "momentum")}
+# The gates beside lr, retain and momentum that become tensors, each with its largest number; negative: any number.
+FURTHER = {"erase": -math.inf, "write": -math.inf, "retain_value": 1.0, "floor": math.inf}
 
 
 def check_config(config: MemoryConfig) -> MemoryConfig:
@@ -41,9 +43,8 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, axes: str = "B T H width") -> 
     """Refuses q, k and v unless they are floating point tensors of the right rank, on one device."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         expect(tensor, axes, name=name)
-    if q.device != k.device or v.device != k.device:
-        expect_beside(q, k, "q")
-        expect_beside(v, k, "v")
+    expect_beside(q, k, "q")
+    expect_beside(v, k, "v")
 
 
 def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
@@ -137,8 +138,9 @@ def check_gates(config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor) -> Non
 
 def filled_gates(
     config: MemoryConfig, gates: Gates, k: Tensor, write: Tensor | None, looks: bool | None = None
-) -> list[Tensor]:
-    """lr, retain and momentum of keys `[B, T, H, D]` as tensors, in the order of `TokenGates`.
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """lr, retain and momentum of keys `[B, T, H, D]` as tensors, in the order of `TokenGates`; and those of `FURTHER`,
+    None where they are not given.
 
     On a CPU, where values can be read without waiting, a number out of range is refused with its place, unless its
     token is not written; NaN and infinity are left to `on_nonfinite`. `looks`: whether values may be read, if known.
@@ -149,22 +151,11 @@ def filled_gates(
         gates = gates._replace(retain=retain_per_head(config, k.shape[:3], k))
     for name, gate, default, top in zip(TokenGates._fields, gates, forms.defaults, forms.tops):  # noqa: B905
         filled.append(_gate_tensor(name, gate, default, k, write, top, looks))
-    return filled
-
-
-def further_gates(
-    gates: Gates, k: Tensor, write: Tensor | None, looks: bool | None = None
-) -> tuple[Tensor | None, ...]:
-    """erase, write, retain_value and floor of keys `[B, T, H, D]` as tensors, None where they are not given."""
-    if gates.erase is gates.write is gates.retain_value is gates.floor is None:
-        return None, None, None, None
-    pairs = (gates.erase, -math.inf), (gates.write, -math.inf)
-    rows = (*pairs, (gates.retain_value, 1.0), (gates.floor, math.inf))
-    names = ("erase", "write", "retain_value", "floor")
-    return tuple(
-        None if gate is None else _gate_tensor(name, gate, 1.0, k, write, top, looks)
-        for name, (gate, top) in zip(names, rows, strict=True)
-    )
+    further: list[Tensor | None] = []
+    for name, top in FURTHER.items():
+        gate = getattr(gates, name)
+        further.append(None if gate is None else _gate_tensor(name, gate, 1.0, k, write, top, looks))
+    return filled, further
 
 
 def _check_numbers(config: MemoryConfig, gates: Gates) -> None:
@@ -192,10 +183,7 @@ def _check_gate(name: str, gate: Any, k: Tensor, top: float) -> None:
             raise ShapeError(
                 f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(gate.shape)}{turn}"
             )
-        if not gate.is_floating_point():
-            raise ShapeError(f"gates.{name} must be floating point, got {gate.dtype}")
-        if gate.device != k.device:
-            expect_beside(gate, k, f"gates.{name}")
+        _check_floats(name, gate, k)
     elif not isinstance(gate, Real):
         each = f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}"
         raise ShapeError(f"{each}, got {described(gate)}")
@@ -210,6 +198,10 @@ def _check_channel_gate(name: str, gate: Tensor, k: Tensor, width: int, channel:
         each = f"[B, T, H, {width}] per {channel}"
         turn = swapped(gate.shape, shape)
         raise ShapeError(f"gates.{name} must be [B, T, H] = {list(shape)} or {each}, got {list(gate.shape)}{turn}")
+    _check_floats(name, gate, k)
+
+
+def _check_floats(name: str, gate: Tensor, k: Tensor) -> None:
     if not gate.is_floating_point():
         raise ShapeError(f"gates.{name} must be floating point, got {gate.dtype}")
     expect_beside(gate, k, f"gates.{name}")
@@ -386,13 +378,17 @@ def check_state(state: MemoryState | None) -> None:
     check_state(state.normalizer)
 
 
-def check_held(config: MemoryConfig, state: MemoryState) -> None:
-    """Refuses a state with a part for a readout or a normaliser that the config does not have, or without the part for
-    one that it has."""
-    if state.readout is not None:
+def check_held(config: MemoryConfig, state: MemoryState | None) -> None:
+    """Refuses a state that no scan can have returned, with a part for a readout or a normaliser that the config does
+    not have, or without the part for one that it has."""
+    check_state(state)
+    if state is None:
+        return
+    if (state.readout is None) != config.readout.plain:
+        contents = "nothing" if state.readout is None else str(sorted(state.readout))
         raise ShapeError(
-            f"state.readout holds {sorted(state.readout)}, but the config has readout {config.readout.kind!r}; was the "
-            "state made with another config?"
+            f"state.readout holds {contents}, but the config has readout {config.readout.kind!r}; was the state made "
+            "with another config?"
         )
     if (state.normalizer is None) != (config.normalizer == "none"):
         contents = "nothing" if state.normalizer is None else "a state"
@@ -437,5 +433,4 @@ def check_tensors(what: str, tensors: Named, expected: Shapes, k: Tensor, *, bat
         if actual != shape and (batch is None or actual != (batch, *shape)):
             turn = heads_for_tokens(actual, shape if batch is None else (batch, *shape)[-len(actual) :], k)
             raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(actual)}{turn}")
-        if tensors[name].device != k.device:
-            expect_beside(tensors[name], k, f"{what}[{name!r}]")
+        expect_beside(tensors[name], k, f"{what}[{name!r}]")

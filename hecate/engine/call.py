@@ -17,22 +17,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hecate.checks import swapped
-from hecate.engine.arguments import (
-    Named,
-    check_config,
-    check_gates,
-    check_held,
-    check_mask,
-    check_named,
-    check_params,
-    check_position,
-    check_state,
-    check_tensors,
-    check_tokens,
-    document_starts,
-    filled_gates,
-    further_gates,
-)
+from hecate.engine import arguments
+from hecate.engine.arguments import FURTHER, Named
 from hecate.engine.tokens import Carry, counted
 from hecate.errors import ShapeError
 from hecate.phi import Params
@@ -42,7 +28,7 @@ from hecate.rule.state import slot_shapes
 from hecate.structure import Memory, starts
 from hecate.tape import Tensors, can_inspect, is_traced, waits
 
-GENERAL = ("erase", "write", "retain_value", "floor")  # the gates beside lr, retain and momentum
+GENERAL = tuple(FURTHER)
 RATES = "lr of each weight"  # as `Plan.general` has it
 # For a state's `position` on a device: its version, and the place in the chunk at which all memories are known to be.
 _PLACES = WeakTensorKeyDictionary()
@@ -140,13 +126,11 @@ class Plan:
     ) -> Plan:  # fmt: skip
         """From the arguments of `memory_scan`, all of which it checks, except for the numbers in gates."""
         check_alike(q, k, v, write, reset)
-        check_gates(config, gates, k, v)
-        check_state(state)
-        if state is not None:
-            check_held(config, state)
+        arguments.check_gates(config, gates, k, v)
+        arguments.check_held(config, state)
         if initial is not None:
-            check_named("initial", initial)
-        check_position(config, state, k)
+            arguments.check_named("initial", initial)
+        arguments.check_position(config, state, k)
         pending_retain, retain = None if state is None else state.pending.get("retain"), gates.retain
         channels = isinstance(retain, Tensor) and retain.dim() == 4
         wide = 0 if pending_retain is None or pending_retain.dim() < 3 or channels else pending_retain.shape[-1]
@@ -154,12 +138,8 @@ class Plan:
         general = tuple(name for name in GENERAL if getattr(gates, name) is not None)
         if isinstance(gates.lr, Tensor) and gates.lr.dim() == 4:
             general = (*general, RATES)
-        looks: Any = {
-            "length": v.shape[1],
-            "device": v.device.type,
-            "values": v.dtype,
-            "channels": channels or wide > 0,
-        }
+        channels = channels or wide > 0
+        looks: Any = {"length": v.shape[1], "device": v.device.type, "values": v.dtype, "channels": channels}
         dtype = state_dtype(config, q, k, v, initial if state is None else state.memory)
         names = tuple(params["learned"]), tuple(params["frozen"])
 
@@ -196,7 +176,7 @@ class Plan:
         self.counts = (len(shapes), len(slots), len(anchor), summed, int("retain" in pending), int("keys" in pending))
         self.starts = type(config.retention).start is not Retention.start
         if initial is not None:
-            check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, k, batch=batch)
+            arguments.check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, k, batch=batch)
         if state is None:
             return
         pending_retain, fields = state.pending.get("retain"), ("memory", "slots", "anchor", "pending")
@@ -204,7 +184,7 @@ class Plan:
             tensors = getattr(state, field)
             if field == "pending" and pending_retain is not None and pending_retain.dim() == 2 and "retain" in wanted:
                 wanted = {**wanted, "retain": ()}  # the chunk began with one retain per head
-            check_tensors(f"state.{field}", tensors, {n: (batch, heads, *s) for n, s in wanted.items()}, k)
+            arguments.check_tensors(f"state.{field}", tensors, {n: (batch, heads, *s) for n, s in wanted.items()}, k)
         if state.position.shape != (batch, heads) or state.position.device != k.device:
             raise ShapeError(
                 f"state.position must be {[batch, heads]} on {k.device}, got {list(state.position.shape)} on "
@@ -234,10 +214,10 @@ class Plan:
         an engine has a short way, the tensors are packed only when asked for, or at once if `whole`."""
         if self.short and not whole:  # where no number has to be checked
             return Call(self, None, traced=False, arguments=(q, k, v, gates, params, state, initial, write, reset))
-        lr, retain, momentum = filled_gates(self.config, gates, k, write, self.looks)
+        (lr, retain, momentum), further = arguments.filled_gates(self.config, gates, k, write, self.looks)
         if self.wide:
             retain = retain.unsqueeze(-1).expand(*retain.shape, self.wide)
-        further, position, count = further_gates(gates, k, write, self.looks), None, None
+        position, count = None, None
         if self.numbered:
             position, count = counted(_count(state, k), write, reset, k.shape[1])
         flat = [q, k, v, lr, retain, momentum, write, reset, position, *further]
@@ -355,14 +335,14 @@ class Call:
         """From the arguments of `memory_scan`: by the plan of an earlier call with the same looks, or else checked."""
         gates, params = DEFAULTS if gates is None else gates, NO_PARAMS if phi_params is None else phi_params
         if cu_seqlens is not None:
-            check_tokens(q, k, v)
-            reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
+            arguments.check_tokens(q, k, v)
+            reset_mask = arguments.document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
         options = (state, initial, write_mask, reset_mask)
         looks = _looks(config, q, k, v, gates, params, *options)
         if (plan := None if looks is None else config.plans.get(looks)) is None:
-            plans, config = getattr(config, "plans", {}), check_config(config)
-            check_tokens(q, k, v)
-            params = check_params(config.feature_map, phi_params, k)
+            plans, config = getattr(config, "plans", {}), arguments.check_config(config)
+            arguments.check_tokens(q, k, v)
+            params = arguments.check_params(config.feature_map, phi_params, k)
             plan = Plan.of(config, q, k, v, gates, params, *options)
             if looks is not None:
                 plan.by_tensors, plan.looks = False, not waits(k)
@@ -534,13 +514,13 @@ def complete(
     reset_mask: Tensor | None, cu_seqlens: Tensor | None, *, going_on: bool = False,
 ) -> Inputs:  # fmt: skip
     """The inputs of a scan, checked, with every gate as a tensor."""
-    check_tokens(q, k, v)
+    arguments.check_tokens(q, k, v)
     if cu_seqlens is not None:
-        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
+        reset_mask = arguments.document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
     check_alike(q, k, v, write_mask, reset_mask)
     gates = DEFAULTS if gates is None else gates
-    check_gates(config, gates, k, v)
-    first, further = filled_gates(config, gates, k, write_mask), further_gates(gates, k, write_mask)
+    arguments.check_gates(config, gates, k, v)
+    first, further = arguments.filled_gates(config, gates, k, write_mask)
     return Inputs(q, k, v, *first, write_mask, reset_mask, None, *further)  # type: ignore[call-arg]
 
 
@@ -551,8 +531,8 @@ def check_alike(q: Tensor, k: Tensor, v: Tensor, write: Tensor | None, reset: Te
             f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q {list(q.shape)}, k "
             f"{list(k.shape)}, v {list(v.shape)}{swapped(v.shape, k.shape) or swapped(q.shape, k.shape)}"
         )
-    check_mask("write_mask", write, k)
-    check_mask("reset_mask", reset, k)
+    arguments.check_mask("write_mask", write, k)
+    arguments.check_mask("reset_mask", reset, k)
 
 
 # Positions of tokens, counted across calls, for feature maps that depend on them.
@@ -564,7 +544,7 @@ def numbered(config: MemoryConfig, state: MemoryState | None, inputs: Inputs) ->
     A position is the number of tokens written since the start or the last reset; both are None where phi needs none.
     [ENG-POS-D1]
     """
-    check_position(config, state, inputs.k)
+    arguments.check_position(config, state, inputs.k)
     if not config.feature_map.needs_position:
         return inputs, None
     position, count = counted(_count(state, inputs.k), inputs.write, inputs.reset, inputs.k.shape[1])

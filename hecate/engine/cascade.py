@@ -54,9 +54,8 @@ class Cascade(TokenEngine):
 
 def cascaded(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
-    if config.cascade is None:
-        raise TypeError(f"structure {config.structure.kind!r} is no cascade")
-    front, rear = config.cascade
+    cascade: Any = config.cascade  # the engine refuses other structures
+    front, rear = cascade
     form: Any = front.bias
     apart = split_time([tokens.phi_k.shape[-1] - form.codes, form.codes], -1)
     keys, codes = several(run(apart, tokens.phi_k, label="phi(k)"))

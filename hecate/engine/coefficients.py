@@ -27,7 +27,7 @@ Shapes: v and writes `[g, N, C, V]`, states side by side `[N, V, b P]`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,9 +65,7 @@ def coefficients(
 
     Gates and masks are `[..., C]` and broadcast over the leading axes.
     """
-    form = form or config.forms.algorithm
-    if form is None:
-        raise TypeError(f"algorithm {config.algorithm.kind!r} is not a linear recurrence of the gates alone")
+    known: Any = form or config.forms.algorithm  # engines refuse algorithms without one
     shape, size, decays = retain.shape, retain.shape[-1], config.retention.uses_retain
     within, alive = _since_resets(reset, retain)
     retain = neutral(retain, write)
@@ -75,7 +73,7 @@ def coefficients(
     spans = within(span_products(retain) if decays else ones.expand(*shape, size))
     writes, slot = spans, None
     bases = [alive((retain[..., :1] if decays else 1.0) * spans[..., 0])]
-    if form.momentum:
+    if known.momentum:
         momentum = neutral(momentum, write)
         # A gate may exceed 1, and its product over several documents be infinite.
         carried = within(span_products(momentum if reset is None else torch.where(reset, 0.0, momentum)))
@@ -83,7 +81,7 @@ def coefficients(
         slot = Combined(carried, (first,))
         # A masked token adds nothing of S to M.
         adds = spans if write is None else spans * write.unsqueeze(-2)
-        if form.nesterov:
+        if known.nesterov:
             identity = torch.eye(size, dtype=retain.dtype, device=retain.device)
             carried, first = momentum.unsqueeze(-1) * carried + identity, momentum * first
         writes = adds @ carried
@@ -92,7 +90,7 @@ def coefficients(
         restarts = reset.to(retain.dtype) * (retain if decays else 1.0)
         bases.append((spans @ restarts.unsqueeze(-1)).squeeze(-1))
 
-    before = [alive(_shift(weight, 0.0 if index else 1.0)) for index, weight in enumerate(bases[: 1 + form.momentum])]
+    before = [alive(_shift(weight, 0.0 if index else 1.0)) for index, weight in enumerate(bases[: 1 + known.momentum])]
     if reset is not None:
         before.append(torch.where(reset, 1.0, _shift(bases[-1], 0.0)))
     earlier = within(pad(writes[..., :-1, :], (0, 0, 1, 0)))
@@ -343,23 +341,18 @@ def walk_linear_vjp(
     if matrices.lower is not None:
         of_writes = solve_columns(matrices.lower, of_writes)
         gpred = -of_writes
-    gslot = gslots[0] if gslots else None
-    cotangents = cotangents_of(matrices, bases, writes, gy, gpred, gmemory, gslot)
+    left = States(gmemory, gslots[0] if gslots else None, None)
+    cotangents = cotangents_of(matrices, bases, writes, gy, gpred, left)
     first = [item.clone() for item in leaving[0].split(width, -1)]
     initial = None if later.initial is None else later.initial + flows[:-1, ..., keys.shape[-1] :].sum(0)
     return cotangents, of_writes, States(first[0], first[1] if gslots else None, initial)
 
 
 def cotangents_of(
-    matrices: Matrices,
-    bases: Tensor,
-    writes: Tensor,
-    gy: Tensor,
-    gpred: Tensor | None,
-    gmemory: Tensor,
-    gslot: Tensor | None,
+    matrices: Matrices, bases: Tensor, writes: Tensor, gy: Tensor, gpred: Tensor | None, left: States
 ) -> Matrices:
     """Cotangents of the matrices from those of outputs, base predictions and the states that leave every block."""
+    gmemory, gslot, _ = left
     states = bases.split(matrices.keys.shape[-1], -1)
     return Matrices(
         read=gy @ bases,

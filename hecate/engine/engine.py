@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +33,7 @@ from hecate.errors import ConfigError, not_known
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import knobs_of
 from hecate.structure import Memory
-from hecate.tape import STEADY, Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one, steady
+from hecate.tape import STEADY, Autodiff, Block, ByHand, Run, Tensors, differentiable, execute, is_traced, one, steady
 from hecate.tape.bridge import compiled_alone
 
 EngineName = str
@@ -189,6 +189,28 @@ class TokenEngine(Engine):
         initial, carry = memories[0]
         y, carry = self.scan(call, tokens, carry, initial, run=run)
         return y, *carry.flat
+
+
+def with_graph(name: str, program: Callable[..., Tensors], plain: Callable[..., Tensors]) -> ByHand:
+    """A program whose derivative is that of the graph which its forward pass keeps."""
+
+    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+        if not keeps:
+            return program(*inputs), ()
+        with torch.enable_grad():
+            leaves = [None if item is None else item.detach().requires_grad_(differentiable(item)) for item in inputs]
+            outputs: Any = program(*leaves)
+        return tuple([item.detach() for item in outputs]), (*leaves, *outputs)
+
+    def vjp(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Tensors:
+        leaves, outputs = record[: len(inputs)], record[len(inputs) :]
+        moving = [item for item in leaves if differentiable(item)]
+        pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+        ys, gs = zip(*pairs, strict=True)
+        grads = iter(torch.autograd.grad(ys, moving, gs, retain_graph=True, allow_unused=True))
+        return tuple([next(grads) if differentiable(item) else None for item in leaves])
+
+    return ByHand(name, forward, vjp, plain)
 
 
 def apart(states: Sequence[Tensor | None], flat: Tensors, run: Run, traced: bool | None = None) -> list[Tensor | None]:

@@ -13,7 +13,6 @@ The same numbers as those of the token loop, but for rounding. [ENG-FACT-D1, ENG
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +21,11 @@ from torch import Tensor
 
 from hecate.engine.call import Call, Plan
 from hecate.engine.engine import TokenEngine, chunk_refusal
-from hecate.engine.tokens import Carry, Tokens, expand_to, in_folds
+from hecate.engine.loop import root
+from hecate.engine.tokens import Carry, Tokens, by_token, expand_to, in_folds, run_by_hand
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import ByHand, Run, Tensors, one, several
+from hecate.tape import ByHand, Run, Tensors, execute, one, several
 from hecate.tape.ops import over, sum_to_gate
 
 State = tuple[Tensor, ...]  # the memory and its slots
@@ -62,9 +62,7 @@ def factored(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
     loop = _Loop(config)
     hand = ByHand("engine.factored", loop.forward, loop.backward, lambda *inputs: loop.forward(inputs, False)[0])
-    inputs = (*carry.memory, *carry.slots, *initial, *tokens[:8])
-    y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
-    return y, carry._replace(memory=(memory,), slots=tuple(slots))
+    return run_by_hand(hand, tokens, carry, initial, run=run)
 
 
 class _Record(NamedTuple):
@@ -93,15 +91,13 @@ class _Loop:
         """The first state, the state after a restart, and the tokens."""
         count = 1 + len(self.config.algorithm.slots)
         state, initial = several(inputs[:count]), one((inputs[count],))
-        columns = [None if item is None else item.unbind(1) for item in inputs[count + 1 :]]
-        length = len(columns[2] or ())
-        tokens = [Tokens(*(None if c is None else c[t] for c in columns)) for t in range(length)]  # type: ignore[arg-type]
+        tokens = by_token(Tokens(*inputs[count + 1 :]), execute)  # type: ignore[arg-type]
         return state, (initial, *map(torch.zeros_like, state[1:])), tokens
 
     def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[State]]:
         """Outputs and the last state, and as record the state at every sqrt(T)-th token."""
         state, fresh, tokens = self.split(inputs)
-        every, starts, outputs = _every(len(tokens)), [], []
+        every, starts, outputs = root(len(tokens)), [], []
         for t, token in enumerate(tokens):
             if keeps and t % every == 0:
                 starts.append(state)
@@ -133,7 +129,7 @@ class _Loop:
         gy, *later = cotangents
         rows, state = gy.split(1, 1), tuple(later)
         ginitial = torch.zeros_like(fresh[0])
-        every, shares = _every(len(tokens)), []
+        every, shares = root(len(tokens)), []
         # From the last kept state: forward to the next one, then back through those steps.
         for begin in reversed(range(0, len(tokens), every)):
             at, steps = starts[begin // every], []
@@ -147,7 +143,7 @@ class _Loop:
                     ginitial = ginitial + torch.where(expand_to(reset, state[0]), state[0], 0.0)
                     state = _where(reset, tuple(map(torch.zeros_like, state)), state)
         joined = [None if column[0] is None else torch.stack(column[::-1], 1) for column in zip(*shares, strict=True)]
-        return *state, ginitial, *joined, None, None
+        return *state, ginitial, *joined, *[None] * (len(Tokens._fields) - len(joined))
 
     def back(self, token: Tokens, record: _Record, g: Tensor, later: State) -> tuple[tuple[Tensor | None, ...], State]:
         """Cotangents of a token's phi_k, phi_q, v and gates, and of the state before it."""
@@ -186,10 +182,6 @@ class _Loop:
         if passed is not None:
             state = tuple(a + b for a, b in zip(state, passed, strict=True))
         return (gp, gq.squeeze(1), gv, glr, gretain, gmomentum), state
-
-
-def _every(length: int) -> int:
-    return math.isqrt(max(length - 1, 0)) + 1
 
 
 def _where(mask: Tensor, yes: State, no: State) -> State:

@@ -55,13 +55,14 @@ def _of_chunk(scan: Scan, config: MemoryConfig, length: int, *rest: Any) -> int:
     if length <= SAMPLE + bool(config.blocks):
         return _of_tokens(scan, config, length, *rest)
     whole = length == config.chunk
-    two, three = (
-        _of_tokens(scan, config.model_copy(update={"chunk": n}) if whole else config, n, *rest)
-        for n in (SAMPLE - 1, SAMPLE)
-    )
+
+    def of(n: int) -> int:
+        return _of_tokens(scan, config.model_copy(update={"chunk": n}) if whole else config, n, *rest)
+
+    two, three = of(SAMPLE - 1), of(SAMPLE)
     each = three - two
     if whole and config.blocks:  # each token's step depends on the chunk's keys, at most BLOCK of them
-        four = _of_tokens(scan, config.model_copy(update={"chunk": SAMPLE + 1}), SAMPLE + 1, *rest)
+        four = of(SAMPLE + 1)
         # f(n) = c + n (a + b min(n, BLOCK)), whose second difference is 2 b
         pair = (four - 2 * three + two) // 2
         base = each - pair * (2 * SAMPLE - 1)  # a

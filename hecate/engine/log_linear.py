@@ -14,7 +14,6 @@ its level, and a token one query of every level that came into the block, weighe
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,26 +27,14 @@ from hecate.engine.call import Call, Plan
 from hecate.engine.coefficients import matrices_of
 from hecate.engine.engine import apart
 from hecate.engine.features import to_tokens
-from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, per_weight, token_step
+from hecate.engine.loop import in_segments, per_weight, root, token_by_token
 from hecate.engine.parallel import CHANNEL_CHUNK, CHUNK, chunked, in_blocks
 from hecate.engine.reductions import one_write_each, read_once
-from hecate.engine.tokens import UNBIND, Carry, Tokens, cast, cut, fold_heads, unfold_heads, written_before
+from hecate.engine.tokens import Carry, Tokens, cast, cut, fold_heads, unfold_heads, written_before
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory
-from hecate.tape import (
-    Autodiff,
-    Block,
-    Run,
-    Tensors,
-    can_inspect,
-    differentiate,
-    execute,
-    formula_block,
-    one,
-    several,
-    steady,
-)
+from hecate.tape import Autodiff, Block, Run, Tensors, can_inspect, differentiate, formula_block, one, several, steady
 from hecate.tape.ops import joined
 
 SEGMENT = 16  # blocks between checkpoints
@@ -108,7 +95,7 @@ def log_linear_scan(
     expect(scale, "B T H L", name="scale")
     expect(scale, "B T H L", name="scale", sizes=(*q.shape[:3], max(1, scale.shape[-1])), like=q, other="q")
     if writes > 1:
-        rule, (q, k, v, gates), options = one_write_each(config, q, k, v, gates, run=execute, **options)
+        rule, (q, k, v, gates), options = one_write_each(config, q, k, v, gates, **options)
         scale = scale.repeat_interleave(writes, 1)
     plain = Call.of(rule, q, k, v, gates, state=None if state is None else as_plain(state, scale.shape[-1]), **options)
     call = _in_levels(plain, state, scale.shape[-1])
@@ -125,7 +112,7 @@ def log_linear_scan(
     if rule.on_nonfinite == "raise" and y.requires_grad:
         nonfinite.watch_cotangents(name, y, after, call.traced)
     after = after._replace(position=count.unsqueeze(1).expand_as(after.position).clone())
-    return (y if writes == 1 else read_once(config, y, run=execute)), after
+    return (y if writes == 1 else read_once(config, y)), after
 
 
 def as_plain(state: MemoryState, levels: int) -> MemoryState:
@@ -213,7 +200,7 @@ def _program(plan: Plan, blocks: bool, run: Run, scale: Tensor, *flat: Tensor | 
     places, call = flat[:3], Call(plan, flat[3:])
     tokens = fold_heads(to_tokens(call.config, call.inputs, call.params, plan.dtype, run), run)
     (initial, carry), heads = call.memories[0], scale.shape[2]
-    size = SEGMENT * CHUNK if blocks else math.isqrt(call.length - 1) + 1
+    size = SEGMENT * CHUNK if blocks else root(call.length)
     sizes = [min(size, call.length - at) for at in range(0, call.length, size)]
     rows = cut((one(run(_FOLD, scale, label="scale")), *places, *tokens), sizes, run)
     way = partial(_segment_in_blocks if blocks else _segment, call.config)
@@ -253,21 +240,17 @@ def _segment(
     gate = tokens.retain_value
     tokens = tokens._replace(v=one(run(newest, tokens.v)), retain_value=None if gate is None else one(run(alike, gate)))
     initial = per_weight(run, oldest, initial)
-    memory, slots = per_weight(run, rowed, carry.memory), per_weight(run, rowed, carry.slots)
-    blocks = blocks_of(config)
-    columns = [None if item is None else several(run(UNBIND, item, label="tokens")) for item in tokens]
-    outputs: list[Tensor] = []
-    for t in range(length):
-        move = formula_block("move", partial(_rows_moved_on, age=ages[:, t], levels=levels))
-        token_run = labelled(run, f"token {first * length + t}")
-        before = carry._replace(memory=per_weight(token_run, move, memory), slots=per_weight(token_run, move, slots))
-        token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
-        y, carry, _ = token_step(config, token, before, initial, run=token_run, blocks=blocks)
-        memory, slots = carry.memory, carry.slots
-        outputs.append(y)
-    y = one(run(weighed, scale, one(run(STACK, *outputs, label="outputs"))))
     back = formula_block("levels", lambda x: x.unflatten(1, (levels, -1)))
-    return y, carry._replace(memory=per_weight(run, back, memory), slots=per_weight(run, back, slots))
+
+    def moved(t: int, carry: Carry, run: Run) -> Carry:
+        return _mapped(run, formula_block("move", partial(_rows_moved_on, age=ages[:, t], levels=levels)), carry)
+
+    y, carry = token_by_token(config, tokens, _mapped(run, rowed, carry), initial, run, first * length, moved)
+    return one(run(weighed, scale, y)), _mapped(run, back, carry)
+
+
+def _mapped(run: Run, block: Block, carry: Carry) -> Carry:
+    return carry._replace(memory=per_weight(run, block, carry.memory), slots=per_weight(run, block, carry.slots))
 
 
 def _rows_moved_on(rows: Tensor, age: Tensor, levels: int) -> Tensor:
@@ -322,13 +305,8 @@ def _solved(config: MemoryConfig, chunks: Tokens) -> Solved:
         one_each = key.new_ones(1, 1) if weights is None else weights
         diagonal = one_each.mT.expand(*key.shape[:2], -1, key.shape[-1]).diag_embed()  # [b, P, P]
         moves.append(diagonal.transpose(-3, -2).flatten(-2) - key.mT @ taken)
-    return Solved(
-        query=query - pairs @ taken,
-        pairs=pairs @ inverse,
-        keys=[inverse.mT @ key for key in keys],
-        leaving=leaving,
-        moves=moves,
-    )
+    keys = [inverse.mT @ key for key in keys]
+    return Solved(pairs @ inverse, query - pairs @ taken, keys, leaving, moves)
 
 
 def _in_blocks(

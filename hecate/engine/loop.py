@@ -7,6 +7,7 @@ outer tape keeps one carry per segment, and the backward pass tapes one segment 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -16,25 +17,14 @@ from torch import Tensor
 from hecate.algorithm import Token
 from hecate.engine.call import GENERAL, RATES, Call, Plan
 from hecate.engine.engine import TokenEngine
-from hecate.engine.tokens import (
-    CONCAT,
-    NUMBERS,
-    SELECT,
-    UNBIND,
-    VECTORS,
-    Carry,
-    Scan,
-    Tokens,
-    cut,
-    in_folds,
-    linear_block,
-    rates_of,
-)  # fmt: skip
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, VECTORS, Carry, Tokens, by_token, cut, in_folds, linear_block
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.bound import KEYS, lengths
 from hecate.tape import Autodiff, Block, Run, Tensors, can_inspect, checkpoint, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
+
+Program = Callable[..., tuple[Tensor, Carry]]  # (rows, carry, initial, run, first)
 
 
 class Sequential(TokenEngine):
@@ -68,19 +58,24 @@ def sequential(
     there are none where nothing is kept."""
     # Nothing is recorded, so checkpoints would only cost time.
     if run is execute:
-        return _segment(config, tokens, carry, initial, run, 0)
+        return token_by_token(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
-    size = max(1, math.isqrt(max(length - 1, 0)) + 1)
+    size = root(length)
     rows = cut(tokens, [min(size, length - at) for at in range(0, length, size)], run)
 
-    def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
-        return _segment(config, Tokens(*rows[0]), carry, initial, run, first * size)  # type: ignore[arg-type]
+    def program(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
+        return token_by_token(config, Tokens(*rows[0]), carry, initial, run, first * size)  # type: ignore[arg-type]
 
-    return in_segments(segment, rows, carry, initial, run)
+    return in_segments(program, rows, carry, initial, run)
+
+
+def root(length: int) -> int:
+    """Tokens between two states that are kept, of so many: as many as there are such states."""
+    return math.isqrt(max(length - 1, 0)) + 1
 
 
 def in_segments(
-    program: Scan, rows: list[Tensors], carry: Carry, initial: Memory, run: Run, *, each: int = 1, keep: bool = False
+    program: Program, rows: list[Tensors], carry: Carry, initial: Memory, run: Run, *, each: int = 1, keep: bool = False
 ) -> tuple[Tensor, Carry]:
     """Outputs and last carry of `program(rows, carry, initial, run, first)`, with a checkpoint for every `each` rows,
     `first` being the number of the first of them; `keep` is that of `checkpoint`."""
@@ -117,17 +112,19 @@ def per_weight(run: Run, block: Block, *columns: Memory) -> Memory:
     return tuple([one(run(block, *row)) for row in zip(*columns, strict=True)])
 
 
-def _segment(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int
-) -> tuple[Tensor, Carry]:
+def token_by_token(
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int,
+    moved: Callable[[int, Carry, Run], Carry] | None = None,
+) -> tuple[Tensor, Carry]:  # fmt: skip
+    """Tokens one after the other, `first` the number of the first: outputs `[N, T, V]` and the final carry. `moved`
+    says what each token finds in place of the carry."""
     blocks = blocks_of(config)
-    # [N, T, *] to a column of T tensors [N, *] for every field.
-    columns = [None if tensor is None else several(run(UNBIND, tensor, label="tokens")) for tensor in tokens]
     outputs: list[Tensor] = []
     weights: Memory | None = None
-    for t in range(tokens.v.shape[1]):
-        token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
+    for t, token in enumerate(by_token(tokens, run)):
         token_run = labelled(run, f"token {first + t}")
+        if moved is not None:
+            carry, weights = moved(t, carry, token_run), None
         y, carry, weights = token_step(config, token, carry, initial, run=token_run, blocks=blocks, weights=weights)
         outputs.append(y)
     return one(run(STACK, *outputs, label="outputs")), carry
@@ -285,6 +282,11 @@ def committed_chunk(config: MemoryConfig, carry: Carry, initial: Memory, momentu
     return carry._replace(memory=memory, slots=slots, pending=pending, pending_retain=(torch.ones_like(decay),))
 
 
+def rates_of(lr: Tensor, axes: int, count: int, run: Run) -> Memory:
+    """lr for each of `count` weights: lr itself for all if it has `axes` axes, else its columns. [ENG-RATES-D1]"""
+    return (lr,) * count if lr.dim() == axes else several(run(_COLUMNS, lr))
+
+
 def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
     """Per memory, one carry or the other; the branch not taken gets exactly zero gradient."""
     pairs = zip(yes.flat, no.flat, strict=True)
@@ -293,15 +295,9 @@ def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
 
 def restarted(config: MemoryConfig, mask: Tensor, initial: Memory, carry: Carry, run: Run) -> Carry:
     """The carry, in which the memories of the mask start anew from `initial`."""
-    anew = Carry(
-        memory=initial,
-        slots=tuple(torch.zeros_like(slot) for slot in carry.slots),
-        anchor=initial if config.frozen_gradients else (),
-        pending=tuple(torch.zeros_like(grad) for grad in carry.pending),
-        pending_retain=tuple(torch.ones_like(retain) for retain in carry.pending_retain),
-        keys=tuple(torch.zeros_like(keys) for keys in carry.keys),
-        position=torch.zeros_like(carry.position),
-    )
+    slots, pending, keys = [tuple(map(torch.zeros_like, kind)) for kind in (carry.slots, carry.pending, carry.keys)]
+    anchor, retain = initial if config.frozen_gradients else (), tuple(map(torch.ones_like, carry.pending_retain))
+    anew = Carry(initial, slots, anchor, pending, retain, keys, torch.zeros_like(carry.position))
     return select(mask, anew, carry, run)
 
 
@@ -327,6 +323,7 @@ _REGAINED = formula_block(
     lambda memory, start, retain: memory + over(1 - retain, memory) * start,
     lambda memory, start, retain, g: (g, over(1 - retain, g) * g, -sum_to_gate(g * start, retain)),
 )
+_COLUMNS = Block("lr.columns", lambda lr: (lr.unbind(-1), None), lambda _, *g: (torch.stack(g, -1),))
 _ROW = linear_block("token.row", lambda x: x.unsqueeze(1), lambda g: g.squeeze(1))
 _ONLY = linear_block("token.only", lambda x: x.squeeze(1), lambda g: g.unsqueeze(1))
 MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))

@@ -18,7 +18,7 @@ from hecate import late
 from hecate.engine.call import Call, carry_of
 from hecate.engine.features import counting, faced, quotient, to_tokens
 from hecate.engine.loop import select, token_step
-from hecate.engine.tokens import Carry, Tokens, expand_to, fold_heads
+from hecate.engine.tokens import Carry, Tokens, by_token, expand_to, fold_heads
 from hecate.errors import NonFiniteError
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.structure import Memory
@@ -73,18 +73,14 @@ class _Memory:
 
     def __init__(self, config: MemoryConfig, tokens: Tokens, initial: Memory, carry: Carry) -> None:
         self.config, self.initial, self.carry = config, initial, carry
-        self.columns = [None if item is None else item.unbind(1) for item in tokens]
+        self.tokens = by_token(tokens, execute)
 
     def stepped(self, t: int, ok: Tensor | None = None) -> tuple[Tensor, Carry]:
         """The answer to the t-th token and the state after it; `ok` masks the write."""
-        token = self.token(t)
+        token = self.tokens[t]
         if ok is not None:
             token = token._replace(write=ok if token.write is None else ok & token.write)
         return token_step(self.config, token, self.carry, self.initial, run=execute)[:2]
-
-    def token(self, t: int) -> Tokens:
-        """The t-th token."""
-        return Tokens(*(None if column is None else column[t] for column in self.columns))  # type: ignore[arg-type]
 
 
 def _memories(call: Call) -> list[_Memory]:
@@ -135,7 +131,7 @@ def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
         finite = _finite([memory.carry for memory in memories])
         broken = (~(finite & torch.isfinite(read.to(y.dtype)).all(1))).nonzero()
         if broken.numel():
-            row, token = int(broken[0]), memories[0].token(t)
+            row, token = int(broken[0]), memories[0].tokens[t]
             place = f"batch row {row // y.shape[2]}, head {row % y.shape[2]}, token {t}"
             step = _step_of(call.config, token, row)
             if not bool(finite[row]):
@@ -187,10 +183,8 @@ def _raise_late(name: str, shape: tuple[int, ...], sizes: Tensor, largest: Tenso
         return
     batch, length, heads = shape
     bad = ~sizes.isfinite().cpu()
-    outputs, states = (
-        bad[: math.prod(shape)].view(shape).transpose(0, 1),
-        bad[math.prod(shape) :].view(-1, batch * heads),
-    )
+    answers, held = bad.split((math.prod(shape), len(bad) - math.prod(shape)))
+    outputs, states = answers.view(shape).transpose(0, 1), held.view(-1, batch * heads)
     rows = states.any(0).nonzero().flatten().tolist()
     places = outputs.flatten().nonzero().flatten().tolist()
     token, row = divmod(places[0], batch * heads) if places else (length - 1, rows[0])

@@ -20,7 +20,7 @@ from torch import Tensor
 from hecate.engine import nonfinite
 from hecate.engine.arguments import Named, check_params, retain_per_head
 from hecate.engine.call import DEFAULTS, GENERAL, NO_PARAMS, NUMERIC, carry_of, keep, looks_in, named_state
-from hecate.engine.engine import apart, loops
+from hecate.engine.engine import apart, chunk_refusal, loops
 from hecate.engine.features import L2_NORM, SUM_NORM, levelled, quotient, stepped
 from hecate.engine.loop import CELLS, blocks_of, token_step
 from hecate.engine.tokens import Tokens
@@ -328,13 +328,11 @@ def expect_within(x: Tensor, low: float, high: Any) -> None:
 
 def _is_online(config: MemoryConfig) -> bool:
     """True if a linear memory takes a linear step at every token."""
-    return (
-        config.chunk == 1
-        and config.commit == "token"
-        and config.retention.linear
-        and config.forms.linear
-        and not config.retention.anchored
-    )
+    return chunk_refusal(config) is None and config.forms.linear and _decays_plainly(config)
+
+
+def _decays_plainly(config: MemoryConfig) -> bool:
+    return config.retention.linear and not config.retention.anchored
 
 
 def _is_direct(config: MemoryConfig) -> bool:
@@ -379,8 +377,8 @@ def token_form(config: MemoryConfig) -> TokenForm | None:
 
 def _gathers(config: MemoryConfig) -> bool:
     """True if all that a token does is to add lr u k^T to a sum, which moves one matrix by gd at the chunk's end."""
-    linear = config.forms.linear and config.retention.linear and not config.structure.diagonal
-    plain = not (config.retention.anchored or config.algorithm.slots or config.forms.dampens or config.blocks)
+    linear = config.forms.linear and _decays_plainly(config) and not config.structure.diagonal
+    plain = not (config.algorithm.slots or config.forms.dampens or config.blocks)
     return config.commit == "chunk" and config.chunk > 1 and linear and plain and config.rule.write_block() is not None
 
 

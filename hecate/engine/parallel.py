@@ -10,10 +10,8 @@ goes through the groups in reverse. The walk over states and the solves are pull
 and keys alone is made again and recorded by autograd for one group at a time. So memory grows with T / C states and the
 working set stays in cache.
 
-Under a bias that is neither linear nor blind to the memory the gradients of a block solve
-u_t = g(base_t - sum_{i<t} L[t,i] u_i, v_t). L is strictly lower triangular, so within a sub-block of b tokens the
-fixed-point iteration is exact after b steps, whatever g is: step s settles row s. Convergence is usually reached
-earlier and then detected. Sub-blocks bound how far the iterates can overshoot while they settle. [ENG-IMP-D1]
+Under a bias that is neither linear nor blind to the memory the gradients of a block are solved for in
+`hecate.engine.implicit`.
 
 Measured against autograd recording it all (8 memories of 64 x 64, float32, one thread, processor time of forward and
 backward): 0.6 to 0.8 of the time at T = 2048, 0.33 to 0.6 at T = 16384, where the peak falls from 600 to 220 MiB
@@ -22,7 +20,6 @@ without gates and from 1030 to 260 MiB for gated delta. [ENG-PAR-D1, ENG-PAR-D3]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
@@ -30,7 +27,6 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from hecate.bias import Bias
 from hecate.engine.call import GENERAL, Call, Plan
 from hecate.engine.coefficients import (
     Matrices,
@@ -46,26 +42,12 @@ from hecate.engine.coefficients import (
     walk_linear_vjp,
 )
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
+from hecate.engine.implicit import adjoint, implicit_gradients, solve
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block, run_by_hand
-from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import (
-    Block,
-    ByHand,
-    Run,
-    Tensors,
-    bridge,
-    can_inspect,
-    differentiate,
-    execute,
-    is_recorded,
-    is_traced,
-    one,
-    several,
-    waits,
-)
+from hecate.tape import Block, ByHand, Run, Tensors, bridge, can_inspect, execute, one, several
 from hecate.tape.ops import over, reach
 
 CHUNK = 64
@@ -73,7 +55,6 @@ CHANNEL_CHUNK = 16  # per-channel products are C x C x P tensors
 DIAGONAL_CHUNK = 8  # a memory of one number has C x C coefficients and nothing to multiply
 GROUP = 1 << 17  # numbers per tensor of a group: what is worked on at once stays in cache
 DEVICE_GROUP = 1 << 24  # the same where batches must be large to fill the device
-SUB_BLOCK = 16
 
 
 class Parallel(TokenEngine):
@@ -136,19 +117,17 @@ def parallel(
     if carry.memory[0].dim() == 2:
         scalars = partial(parallel, size=min(size, DIAGONAL_CHUNK))
         return by_coordinate(scalars, config, tokens, carry, initial, run=run)
-    if config.forms.transposed:
-        block = Block("engine.parallel.keys", lambda *inputs: (_scan_keys(config, inputs), inputs))
-        y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
-        return y, carry._replace(memory=(memory,), slots=tuple(slots))
-    if tokens.retain_value is not None:
-        block = Block("engine.parallel.values", lambda *inputs: (_scan_values(config, inputs), inputs))
-        y, memory = several(run(block, *carry.memory, *initial, *tokens, label="tokens"))
-        return y, carry._replace(memory=(memory,))
 
     def plain(*inputs: Tensor | None) -> Tensors:
+        if tokens.retain_value is not None:
+            return _scan_values(config, inputs)
         return _scan(config, size, inputs, False, by_hand=False)[0]
 
-    engine = ByHand("engine.parallel", partial(_scan, config, size), partial(_scan_vjp, config, size), plain)
+    engine: ByHand | Block = ByHand(
+        "engine.parallel", partial(_scan, config, size), partial(_scan_vjp, config, size), plain
+    )
+    if config.forms.transposed or tokens.retain_value is not None:
+        engine = Block("engine.parallel", lambda *inputs: (plain(*inputs), inputs))
     return run_by_hand(engine, tokens, carry, initial, run=run)
 
 
@@ -187,7 +166,13 @@ def _scan(
     groups, block = _groups(tokens, size)
     for group in groups:
         chunks = chunked(tokens, group, block)
-        y, bases, writes, states = walk(config, matrices_of(config, chunks), chunks.v, states, by_hand=by_hand)
+        asked, combined = chunks, None
+        if config.forms.transposed:  # the memory is not read as usual: queries are as wide as its predictions
+            asked, combined = chunks._replace(phi_q=chunks.phi_k), states_of(config, chunks)
+        matrices = matrices_of(config, asked, combined)
+        y, bases, writes, states = walk(config, matrices, chunks.v, states, by_hand=by_hand)
+        if combined is not None:
+            y = transposed_reads(combined[0] if config.read == "after" else combined[1], chunks, bases, writes)
         outputs.append(y.transpose(0, 1))
         if keeps:
             record += [bases] if writes is chunks.v else [bases, writes]
@@ -218,23 +203,6 @@ def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
         outputs.append(y[0] * (scale if config.read == "after" else torch.stack(before, 1)))
         states = states._replace(memory=scale[:, -1].unsqueeze(-1) * states.memory)
     return torch.cat(outputs, 1), states.memory
-
-
-def _scan_keys(config: MemoryConfig, inputs: Tensors) -> Tensors:
-    """Outputs and last states of a memory that is read by its transpose, recorded by autograd."""
-    tokens, states = _tokens_and_states(config, inputs)
-    outputs: list[Tensor] = []
-    groups, block = _groups(tokens, CHUNK)
-    for group in groups:
-        chunks = chunked(tokens, group, block)
-        combined = states_of(config, chunks)
-        # The memory is not read as usual: queries are as wide as its predictions.
-        matrices = matrices_of(config, chunks._replace(phi_q=chunks.phi_k), combined)
-        _, bases, writes, states = walk(config, matrices, chunks.v, states, by_hand=False)
-        y = transposed_reads(combined[0] if config.read == "after" else combined[1], chunks, bases, writes)
-        outputs.append(y.transpose(0, 1))
-    y = torch.cat(outputs, 1).flatten(1, 2)[:, : tokens.v.shape[1]]
-    return y, states.memory, *(() if states.slot is None else (states.slot,))
 
 
 def _scan_vjp(
@@ -385,10 +353,9 @@ def walk_vjp(
     gpred = torch.stack(slopes[::-1]) if slopes else None
     memories, slots, _ = zip(*reversed(received), strict=True)
     gmemory, gslot = torch.stack(memories), None if slots[0] is None else torch.stack(slots)
-    cotangents = cotangents_of(matrices, bases, writes, gy, gpred, gmemory, gslot)
-    if values:
-        return cotangents, torch.stack(values[::-1]), later
-    return cotangents, _write_cotangents(pulled, matrices, States(gmemory, gslot, None)), later
+    left = States(gmemory, gslot, None)
+    cotangents = cotangents_of(matrices, bases, writes, gy, gpred, left)
+    return cotangents, torch.stack(values[::-1]) if values else _write_cotangents(pulled, matrices, left), later
 
 
 def _split(matrices: Matrices) -> list[Matrices]:
@@ -442,108 +409,6 @@ def _writes_vjp(config: MemoryConfig, block: Matrices, pred: Tensor, v: Tensor, 
     g, bias = -g, config.bias
     slope = adjoint(bias, pred, lower, v, g)
     return slope, bias.grad_vjp(pred, v, torch.baddbmm(g, lower.mT, slope, alpha=-1))[1]
-
-
-# Writes that depend on predictions which they change themselves.
-
-
-def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
-    """u `[N, C, V]` from base, v `[N, C, V]` and the strictly lower triangular `[N, C, C]`.
-
-    The derivative comes from the implicit function theorem, not from the iteration: with J the Jacobian of g by its
-    first argument, the cotangent e of the errors' arguments obeys e = J (g_u - L^T e), an upper triangular system
-    solved the same way from the last token back. [ENG-IMP-V1]"""
-
-    def forward(base: Tensor, lower: Tensor, v: Tensor) -> tuple[Tensors, Tensors]:
-        u = solve(bias, base, lower, v)
-        return (u,), (base, lower, v, u)
-
-    def vjp(residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        base, lower, v, u = residuals
-        if torch.is_grad_enabled():
-            # The residual u is a constant; solving again here makes u a function of the inputs.
-            u = implicit_gradients(bias, base, lower, v)
-        pred = base - lower @ u
-        slope = adjoint(bias, pred, lower, v, g)
-        _, gv = bias.grad_vjp(pred, v, g - lower.mT @ slope)
-        return slope, -(slope @ u.mT).tril(-1), gv
-
-    block = Block("implicit_gradients", forward, vjp)
-    return one(differentiate(lambda run, *inputs: run(block, *inputs), (base, lower, v), "tape"))
-
-
-def solve(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
-    """u alone; the derivative of these operations is not that of u."""
-    # A row that has not settled may overflow, and 0 * inf must not reach other rows.
-    tame = partial(torch.nan_to_num, nan=0.0, posinf=0.0, neginf=0.0)
-    return _substituted(bias.grad, lower, base, (v,), tame)
-
-
-def adjoint(bias: Bias, pred: Tensor, lower: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Cotangent e of `base`, from that of u and from the solution `pred = base - L u`."""
-    formula = formula_of(bias) if waits(g) else ""
-    if not isinstance(formula, str) and formula.coordinatewise:  # a slope for each, the same for every row's x
-        slope = bias.grad_jvp(pred, v, torch.ones_like(pred))
-        return _substituted(torch.mul, lower.mT, g, (slope,), backwards=True)
-    return _substituted(lambda x, pred, v: bias.grad_jvp(pred, v, x), lower.mT, g, (pred, v), backwards=True)
-
-
-def _substituted(
-    f: Callable[..., Tensor],
-    coupling: Tensor,
-    right: Tensor,
-    fixed: tuple[Tensor, ...],
-    tame: Callable[[Tensor], Tensor] | None = None,
-    *,
-    backwards: bool = False,
-) -> Tensor:
-    """x of x_t = f(right_t - sum_i coupling[t, i] x_i, *given_t), from the first row down or from the last one up.
-
-    Where values can be read without waiting, all rows of a sub-block are iterated at once until they have settled; else
-    row by row, which reads no values."""
-    length, late = right.shape[-2], waits(right) and not is_recorded((right, coupling, *fixed))
-    late = late and can_inspect(right) and not is_traced(right, coupling, *fixed)
-    solutions: list[Tensor] = []
-    starts = range(0, length, SUB_BLOCK)
-    for start in reversed(starts) if backwards else starts:
-        stop = min(start + SUB_BLOCK, length)
-        known = right.narrow(-2, start, stop - start)  # `...` has no rule for batched cotangents
-        if solutions:
-            solved = slice(stop, None) if backwards else slice(None, start)
-            known = known - coupling[..., start:stop, solved] @ torch.cat(solutions, -2)
-        inside, args = coupling[..., start:stop, start:stop], [item[..., start:stop, :] for item in fixed]
-        x = f(known, *args) if not late else _by_row(f, inside, known, args, backwards)
-        for _ in range(1, 1 if late else stop - start):
-            before, x = x, f(known - inside @ (x if tame is None else tame(x)), *args)
-            if _settled(before, x):
-                break
-        solutions.insert(0 if backwards else len(solutions), x)
-    return torch.cat(solutions, -2)
-
-
-def _by_row(
-    f: Callable[..., Tensor], coupling: Tensor, right: Tensor, fixed: Sequence[Tensor], backwards: bool
-) -> Tensor:
-    """The same for one sub-block: each row, once solved, is subtracted from the rows that depend on it."""
-    size = right.shape[-2]
-    residual, rows = right.clone(), []
-    for t in reversed(range(size)) if backwards else range(size):
-        row, rest = slice(t, t + 1), slice(0, t) if backwards else slice(t + 1, size)
-        x = f(residual[..., row, :], *(item[..., row, :] for item in fixed))
-        rows.append(x)
-        if rest.start < rest.stop:
-            residual[..., rest, :].addcmul_(coupling[..., rest, row], x, value=-1)
-    return torch.cat(rows[::-1] if backwards else rows, -2)
-
-
-def _settled(before: Tensor, after: Tensor) -> bool:
-    """True if in every memory a step changed no more than rounding. False while autograd records, as an iteration that
-    stops early has the right value, but not yet the right derivative."""
-    if after.requires_grad or not can_inspect(before, after, free=True):
-        return False
-    change, size = (after - before).abs().amax((-2, -1)), after.abs().amax((-2, -1))
-    # A row may pass through infinity before it settles; a change by infinity is not rounding.
-    return bool(((change <= 4 * torch.finfo(after.dtype).eps * size) & (size < math.inf)).all())
 
 
 # A diagonal memory of width P as P memories of one number. [STR-VECTOR-R1]

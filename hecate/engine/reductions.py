@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described, expect
-from hecate.engine.arguments import (
-    check_config,
-    check_params,
-    check_state,
-    check_tensors,
-    readout_gates,
-    retain_per_head,
-)
+from hecate.engine.arguments import check_held, check_params, check_tensors, readout_gates, retain_per_head
 from hecate.engine.call import complete, state_dtype
 from hecate.engine.engine import COPY, Engine, check_exact
 from hecate.engine.features import to_tokens
@@ -32,7 +25,7 @@ from hecate.engine.tokens import CONCAT, cast, cut, linear_block
 from hecate.errors import ConfigError, ShapeError
 from hecate.readout import Asked, Means
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.tape import Block, Run, one, several
+from hecate.tape import Block, Run, execute, one, several
 from hecate.tape.bridge import full_precision
 
 SPAN = 16  # tokens whose matrices are held at once
@@ -48,7 +41,6 @@ def read_through(
 ) -> tuple[Tensor, MemoryState]:  # fmt: skip
     """`memory_scan` of a config with a readout, by `scan`, which is `memory_scan` of its direct one; `how` are engine,
     autodiff, tape and name."""
-    config = check_config(config)
     check_exact(config, how["engine"])
     gates = Gates() if gates is None else gates
     inputs = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)
@@ -84,14 +76,10 @@ def _readout_state(config: MemoryConfig, state: MemoryState | None, k: Tensor) -
     shapes = config.readout.state_shapes(config.feature_map.output_dim(width))
     if state is None:
         return {name: torch.zeros(batch, heads, *s, dtype=config.dtype, device=k.device) for name, s in shapes.items()}
-    check_state(state)
-    if state.readout is None:
-        raise ShapeError(
-            f"state.readout holds nothing, but the config has readout {config.readout.kind!r}; was the state made with "
-            "another config?"
-        )
-    check_tensors("state.readout", state.readout, {n: (batch, heads, *s) for n, s in shapes.items()}, k)
-    return {name: state.readout[name] for name in shapes}
+    check_held(config, state)
+    held: dict[str, Tensor] = state.readout  # type: ignore[assignment]
+    check_tensors("state.readout", held, {n: (batch, heads, *s) for n, s in shapes.items()}, k)
+    return {name: held[name] for name in shapes}
 
 
 def _spans(run: Run) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -125,7 +113,7 @@ def _recalled(
 
 
 def one_write_each(
-    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, *, run: Run, **options: Any
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, *, run: Run = execute, **options: Any
 ) -> tuple[MemoryConfig, tuple[Tensor, Tensor, Tensor, Gates], dict[str, Any]]:
     """The config and the arguments of a scan of T n tokens, from those of T tokens of n writes: k `[B, T, n, H, D]`, v
     `[B, T, n, H, V]`, lr, erase and write `[B, T, n, H, *]`, and the others without the axis n."""
@@ -179,7 +167,7 @@ def one_write_each(
     return config.single, tokens, options
 
 
-def read_once(config: MemoryConfig, y: Tensor, *, run: Run) -> Tensor:
+def read_once(config: MemoryConfig, y: Tensor, *, run: Run = execute) -> Tensor:
     """The answers of T tokens `[B, T, H, V]`, picked from those at every write: at the last, or before the first."""
     at, n = config.writes - 1 if config.read == "after" else 0, config.writes
 

@@ -97,11 +97,13 @@ def memory_scan(
 
     Warns (`LayoutWarning`) where q looks like `[B, H, T, D]` and nothing tells: see `hecate.checks.warn_if_turned`.
     """
+    given: dict[str, Any] = {
+        "phi_params": phi_params, "state": state, "initial": initial, "write_mask": write_mask,
+        "reset_mask": reset_mask, "cu_seqlens": cu_seqlens, "engine": engine, "autodiff": autodiff, "tape": tape,
+        "name": name,
+    }  # fmt: skip
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-        return exported_scan(
-            config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
-            reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, tape=tape, name=name,
-        )  # fmt: skip
+        return exported_scan(config, q, k, v, gates, **given)
     plain = write_mask is reset_mask is cu_seqlens is None and tape is None
     plain = plain and engine == "auto" and autodiff in _AUTODIFFS
     single = plain and isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
@@ -114,10 +116,7 @@ def memory_scan(
     alone = plain and name == "memory" and state is None and initial is None and phi_params is None
     if alone and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.dim() == 4:  # a layer has a name
         warn_if_turned(q, gates)
-    y, new = whole_scan(
-        config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
-        reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, tape=tape, name=name,
-    )  # fmt: skip
+    y, new = whole_scan(config, q, k, v, gates, **given)
     if single:
         keep_program(config, q, k, v, gates, new, phi_params, initial)
     return y, new
@@ -147,7 +146,7 @@ def _scan(
         y, state = _scan(single, q, k, v, gates, **options, **how)
         return read_once(config, y, run=record), state
     if not getattr(getattr(config, "readout", None), "plain", True):
-        return read_through(_scan, config, q, k, v, gates, run=record, how=how, **options)
+        return read_through(_scan, check_config(config), q, k, v, gates, run=record, how=how, **options)
     call = Call.of(config, q, k, v, gates, **options)
     chosen = choose(call, engine)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):

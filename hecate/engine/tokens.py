@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
-from hecate.tape import Block, ByHand, Run, Tensors, is_traced, one, several
+from hecate.tape import Block, ByHand, Run, Tensors, is_traced, one
 
 Scan = Callable[..., "tuple[Tensor, Carry]"]  # (config or call, tokens, carry, initial, run=run)
 
@@ -79,14 +79,6 @@ def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[T
     return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
 
 
-def rates_of(lr: Tensor, axes: int, count: int, run: Run) -> Memory:
-    """lr for each of `count` weights: lr itself for all if it has `axes` axes, else its columns. [ENG-RATES-D1]"""
-    return (lr,) * count if lr.dim() == axes else several(run(_COLUMNS, lr))
-
-
-_COLUMNS = Block("lr.columns", lambda lr: (lr.unbind(-1), None), lambda _, *g: (torch.stack(g, -1),))
-
-
 # Heads.
 
 
@@ -126,10 +118,13 @@ def in_folds(
     return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
-def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
-    """Runs tokens by a `ByHand` that takes (memory, *slots, initial, *tokens): the outputs, shaped like the values, and
-    the final carry."""
-    y, memory, *slots = run(engine.block(), *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
+def run_by_hand(
+    engine: ByHand | Block, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
+) -> tuple[Tensor, Carry]:
+    """Runs tokens by one block of (memory, *slots, initial, *tokens): the outputs, shaped like the values, and the
+    final carry."""
+    block = engine if isinstance(engine, Block) else engine.block()
+    y, memory, *slots = run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
     return y, carry._replace(memory=(memory,), slots=tuple(slots))  # type: ignore[return-value, arg-type]
 
 
@@ -193,6 +188,14 @@ def cast(dtype: torch.dtype) -> Block:
 def split_time(sizes: list[int], axis: int = 1) -> Block:
     """`[N, T, ...]` cut into spans of these sizes."""
     return Block("split", lambda x: (x.split(sizes, axis), None), lambda _, *g: (torch.cat(g, axis),))
+
+
+def by_token(tokens: Tokens, run: Run) -> list[Tokens]:
+    """`[N, T, *]` as T tokens `[N, *]`."""
+    columns: list[Any] = []
+    for item in tokens:
+        columns.append([None] * tokens.v.shape[1] if item is None else run(UNBIND, item, label="tokens"))
+    return [Tokens(*row) for row in zip(*columns, strict=True)]
 
 
 def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:

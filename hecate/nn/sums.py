@@ -23,10 +23,7 @@ from hecate.engine import (
     check_tokens,
     counted,
     document_starts,
-    largest,
-    levelling,
     memory_scan,
-    near_one,
     written_before,
 )
 from hecate.errors import ConfigError, ShapeError, shorten
@@ -36,6 +33,7 @@ from hecate.phi import FeatureMap, FeatureMapKind, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import Autodiff, by_hand, execute, one
 from hecate.tape.bridge import without_autocast
+from hecate.tape.ops import largest, levelling, near_one
 
 Normalizer = Literal["sum", "none"]
 Pair = tuple[Tensor, Tensor]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hecate import bias
-from hecate.engine.parallel import SUB_BLOCK, implicit_gradients, solve
+from hecate.engine.implicit import SUB_BLOCK, implicit_gradients, solve
 
 BIASES = [bias.L2(), bias.Huber(delta=0.5), bias.Huber(delta=0.5, norm=True), bias.Lp(p=1.5, eps=0.1), bias.Lp(p=2.5)]
 

@@ -335,7 +335,7 @@ FAULTS = [
         ("loop", "product = one(run(SELECT, position == 0, torch.ones_like(decay), decay))", "product = decay"),
         ("chunk/engine", "        last = torch.ones_like(last)", "        pass"),
         ("chunk/engine", "lambda total, decay: total.unsqueeze(1) * decay,", "lambda total, decay: decay,"),
-        ("chunk/blocks", "grads._replace(h=(p,))", "grads"),
+        ("chunk/blocks", "return d, h if decay is None else (p,)", "return d, h"),
         ("coefficients", "earlier = pad(products[..., :-1], (1, 0), value=1.0)", "earlier = pad(products[..., :-1], (1, 0))"),
     ),
     *_of(
@@ -434,7 +434,7 @@ FAULTS = [
         "engine",
         "tests/retention/test_link_at.py",
         ("loop", "        decay = one(run(SELECT, token.write, decay, before))", "        pass"),
-        ("chunk/spans", "within((place == 0) & ~carried),", "within(written & (place == 0) & ~carried),"),
+        ("chunk/spans", "within(first)", "within(written & first)"),
         ("chunk/blocks", "return h if retention.linear else [retention.centred(item, item.new_ones(len(item))) for item in h]", "return h"),
     ),
     *_of(
@@ -491,7 +491,7 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_parallel.py tests/engine/test_implicit.py",
-        ("parallel", "return slope, -(slope @ u.mT).tril(-1), gv", "return slope, -(slope @ u.mT).tril(), gv"),
+        ("implicit", "return slope, -(slope @ u.mT).tril(-1), gv", "return slope, -(slope @ u.mT).tril(), gv"),
     ),
     *_of(
         "cms",

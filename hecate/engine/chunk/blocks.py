@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
-from hecate.engine.loop import STACK, per_weight, regained
-from hecate.engine.tokens import expand_to, linear_block, rates_of
+from hecate.engine.loop import STACK, per_weight, rates_of, regained
+from hecate.engine.tokens import expand_to, linear_block
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.structure.bound import Lengths
@@ -344,13 +344,6 @@ def along(a: Tensor, b: Tensor) -> Tensor:
 Pairs = tuple[Tensor, Tensor, Maybe]  # keys, values and decay
 
 
-class Gradients(NamedTuple):
-    """The gradients of a chunk's tokens in factors, one pair for each layer."""
-
-    d: Memory
-    h: Memory
-
-
 def shared_graph(config: MemoryConfig, *, decayed: bool = False) -> Graph | None:
     """The structure's layers, if it is made of such; `decayed` if the tokens of a chunk share a product of the anchor
     too."""
@@ -366,7 +359,7 @@ def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run = execute
     return _each(config, _repeated(weights, p, run), p, run)
 
 
-def predict_states(config: MemoryConfig, states: list[Memory], p: Tensor, run: Run) -> Tensor:
+def predict_each(config: MemoryConfig, states: list[Memory], p: Tensor, run: Run) -> Tensor:
     """The answer of the t-th state to the t-th query."""
     memory = per_weight(run, _fold(p), per_weight(run, STACK, *states))
     return _each(config, config.rule.weights(memory, run=run), p, run)
@@ -395,14 +388,14 @@ def token_gradients(config: MemoryConfig, anchor: Memory, row: Pairs, run: Run, 
     return per_weight(run, _unfold(p), flat)
 
 
-def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Pairs, run: Run) -> Gradients:
-    """The same in factors. `decay`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key p_t at `decay_t W`
-    is that of `decay_t p_t` at W, and what it writes at is p_t."""
+def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Pairs, run: Run) -> tuple[Memory, Memory]:
+    """The same in factors d and h of every layer. `decay`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a
+    key p_t at `decay_t W` is that of `decay_t p_t` at W, and what it writes at is p_t."""
     p, v, decay = row
     keys = p if decay is None else one(run(_SCALE, p, decay))
     factors = several(run(_gradients(graph, config.bias), keys, v, *anchor))
-    grads = Gradients(factors[: len(anchor)], factors[len(anchor) :])
-    return grads if decay is None else grads._replace(h=(p,))
+    d, h = factors[: len(anchor)], factors[len(anchor) :]
+    return d, h if decay is None else (p,)
 
 
 def summed(

@@ -21,7 +21,7 @@ is compiled. Where torch has to see every operation the step is the chunk engine
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from itertools import chain
@@ -31,57 +31,24 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import RATES, Call, Plan
-from hecate.engine.chunk.blocks import (
-    Dual,
-    predict,
-    predict_block,
-    predict_states,
-    shared_graph,
-    summed,
-    token_gradients,
-)
-from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
-from hecate.engine.engine import TokenEngine
+from hecate.engine.chunk.blocks import Dual, predict, predict_block, predict_each, shared_graph, summed, token_gradients
+from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, most_spans, spans_of
+from hecate.engine.engine import TokenEngine, with_graph
 from hecate.engine.loop import MULTIPLY, committed_chunk, in_segments, labelled, per_weight, regained, restarted, select
-from hecate.engine.tokens import (
-    CONCAT,
-    NUMBERS,
-    SELECT,
-    UNBIND,
-    VECTORS,
-    Carry,
-    Tokens,
-    cut,
-    fold_mask,
-    in_folds,
-    linear_block,
-)
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Tokens, cut, in_folds, linear_block
 from hecate.errors import install_line
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.bound import BLOCK, KEYS, lengths
 from hecate.structure.graph import Graph
-from hecate.tape import (
-    Block,
-    ByHand,
-    Run,
-    Tensors,
-    bridge,
-    differentiable,
-    execute,
-    formula_block,
-    is_traced,
-    one,
-    several,
-    waits,
-)
+from hecate.tape import Block, Run, Tensors, bridge, execute, formula_block, is_traced, one, several, waits
 
 DUAL, DEVICE_DUAL = 64, 128  # tokens whose pairs are held at once in the dual form, on a device in fewer launches
 BUILT = 16  # tokens whose states are built at once
 KEPT = 2**27  # bytes of tokens and carries that are taped as they run, without segments
 BACKEND = "inductor"
 Look = tuple[torch.Size, torch.dtype, torch.device]
-Step = Callable[[Carry, Tensors, Span, Run], tuple[Tensor, Carry]]
+Step = Callable[[Carry, Tensors, Span, Memory, Run], tuple[Tensor, Carry]]  # with the start that memories go back to
 
 
 class Chunk(TokenEngine):
@@ -138,10 +105,7 @@ def steps_of(plan: Plan, longest: int | None = None) -> int:
     size = min(longest or span_size(config, channelwise=plan.channels, late=late), config.chunk, length)
     if not plan.masks and plan.place is not None and plan.place < config.chunk:
         return len(spans_of(plan.place, length, config.chunk, size))
-    call = plan.tensors  # the number depends on the masks, and on each memory's place in its chunk
-    position, heads = call.memories[0][1].position, call.inputs.lr.shape[2]
-    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in call.inputs[6:8])
-    return places_of(write, reset, position, length, config.chunk, size)[-1] if len(position) else 0
+    return most_spans(plan.tensors, size)  # which depends on the masks, and on each memory's place in its chunk
 
 
 def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) -> int:
@@ -198,9 +162,6 @@ def chunked(
         spans = [Span(size, True, True)] * layout.spans
     make = steps or partial(steps_and_rows, ahead=ahead)
     step, rows = make(config, tokens, [span.size for span in spans], run)
-    if config.blocks:
-        masks: Tensors = (None,) * len(rows) if layout is None else layout.write.split(size, 1)
-        rows = [(*row, mask) for row, mask in zip(rows, masks, strict=True)]
 
     def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
         outputs: list[Tensor] = []
@@ -208,10 +169,10 @@ def chunked(
             chunk_run, span = labelled(run, f"chunk {index}"), spans[index]
             if layout is not None:
                 at = (layout.opens[:, index], layout.closes[:, index], layout.starts[:, index])
-                span = Span(span.size, *at)
+                span = Span(size, *at, layout.write[:, index * size : (index + 1) * size])
                 if layout.resets is not None:
                     carry = restarted(config, layout.resets[:, index], initial, carry, chunk_run)
-            y, carry = step(carry, (*row, *initial) if config.retention.anchored else row, span, chunk_run)
+            y, carry = step(carry, row, span, initial if config.retention.anchored else (), chunk_run)
             outputs.append(y)
         return one(run(CONCAT, *outputs, label="outputs")), carry
 
@@ -231,20 +192,15 @@ def _bytes(tensors: Tensors) -> int:
     return sum(item.numel() * item.element_size() for item in tensors if item is not None)
 
 
-def _of_row(config: MemoryConfig, carry: Carry, row: Tensors) -> tuple[Tensors, Tensor | None, Memory]:
-    """The parts of a row: the row itself, its write mask if steps need it, and the start."""
-    start = len(carry.memory) if config.retention.anchored else 0
-    split = len(row) - start
-    row, initial = row[:split], several(row[split:])
-    return (row[:-1], row[-1], initial) if config.blocks else (row, None, initial)
-
-
-def _lengths(
-    config: MemoryConfig, p: Tensor, at: Memory, carry: Carry, write: Tensor | None, run: Run
+def _normalised(
+    config: MemoryConfig, p: Tensor, lr: Tensor, at: Memory, carry: Carry, write: Tensor | None, run: Run
 ) -> tuple[Tensor, Carry]:
-    """The length of every token's step, and the carry with the last keys."""
-    (keys, _), new = _remembered(config, p, carry, write, run)
-    return one(run(lengths(config.structure.graph(), config.blocks), p, write, keys, *at)), new
+    """lr times the length of every token's step, where steps are normalised, and the carry with the last keys."""
+    (keys, _), carry = _remembered(config, p, carry, write, run)
+    if config.blocks:
+        c = one(run(lengths(config.structure.graph(), config.blocks), p, write, keys, *at))
+        lr = one(run(MULTIPLY, lr, c))
+    return lr, carry
 
 
 def _remembered(
@@ -268,7 +224,7 @@ def _lay_out(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
 def steps_and_rows(
     config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run, *, ahead: bool = False
 ) -> tuple[Step, list[Tensors]]:
-    """The step to take, of (carry, row, span, run) to outputs `[N, C, V]` and the new carry, and the row of each."""
+    """The step to take, of (carry, row, span, start, run) to outputs `[N, C, V]` and the new carry, and all rows."""
     graph = dual_graph(config, tokens.retain.dim() == 3)
     rows = kept_rows(config, tokens.retain, sizes, run)
     if config.commit == "chunk":
@@ -290,55 +246,51 @@ def step_of(config: MemoryConfig, graph: Graph | None, *, ahead: bool = False) -
 
 
 def _commit_dual(
-    config: MemoryConfig, graph: Graph, carry: Carry, row: Tensors, span: Span, run: Run
+    config: MemoryConfig, graph: Graph, carry: Carry, row: Tensors, span: Span, start: Memory, run: Run
 ) -> tuple[Tensor, Carry]:
     """A step at each token, read in the dual form: decay, phi_k, phi_q, v and the coefficients."""
-    row, write, start_at = _of_row(config, carry, row)
     anchor, decay = anchor_of(carry, span, run), since_of(carry, row[0], run)
     met: Memory = ()
     answers: tuple[Tensor, ...] = ()
     scale, at = decay, () if span.opens is True else anchor
     if not config.retention.linear:
-        start = (
-            anchor
-            if span.starts is None
-            else per_weight(run, SELECT, (span.starts,) * len(anchor), carry.memory, anchor)
-        )
-        at, scale = config.rule.weights(start, run=run), None
+        opened = anchor
+        if span.starts is not None:
+            opened = per_weight(run, SELECT, (span.starts,) * len(anchor), carry.memory, anchor)
+        at, scale = config.rule.weights(opened, run=run), None
         if decay is None:
             answers = several(run(predict_block(graph), one(row[2:3]), *at))
         else:
-            met = config.rule.moved(carry.memory, start, at, carry.pending_retain[0], run=run)
-    states = carry.memory, carry.slots, met, at, start_at
+            met = config.rule.moved(carry.memory, opened, at, carry.pending_retain[0], run=run)
+    states = carry.memory, carry.slots, met, at, start
     step = Dual(config, graph, tuple(map(len, states)), reads=not answers).block()
-    weighed, carry = _remembered(config, one(row[1:2]), carry, write, run)
+    weighed, carry = _remembered(config, one(row[1:2]), carry, span.write, run)
     answers += several(run(step, *row[1:4], scale, *row[4:], *weighed, *chain.from_iterable(states)))
     count = len(carry.memory)
     y, new, slots = answers[0], answers[1 : 1 + count], answers[1 + count :]
     return y, closed(carry._replace(memory=new, slots=slots, anchor=anchor), decay, span, run)
 
 
-def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+def _commit_built(
+    config: MemoryConfig, carry: Carry, row: Tensors, span: Span, start: Memory, run: Run
+) -> tuple[Tensor, Carry]:
     """A step at each token, built one after the other: decay, phi_k, phi_q, v, the gates and the mask."""
-    row, write, start = _of_row(config, carry, row)
-    phi_k, phi_q, v, *gates = several(row[1:-1])
+    phi_k, phi_q, v, lr, retain, momentum = several(row[1:-1])
     anchor, decay = anchor_of(carry, span, run), since_of(carry, row[0], run)
     at = config.rule.weights(anchor, run=run) if decay is None else anchor
-    if config.blocks:
-        c, carry = _lengths(config, phi_k, at, carry, write, run)
-        gates = [one(run(MULTIPLY, gates[0], c)), *gates[1:]]
+    lr, carry = _normalised(config, phi_k, lr, at, carry, span.write, run)
     built = token_gradients(config, at, (phi_k, v, decay), run, start)
-    columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
+    columns = [several(run(UNBIND, item)) for item in (lr, retain, momentum, *built)]
     masks = [None] * span.size if row[-1] is None else row[-1].unbind(1)
     states: list[Memory] = []
     for mask, *each in zip(masks, *columns, strict=True):
-        before, token_gates = carry.memory, TokenGates(*each[: len(gates)])
-        memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[len(gates) :]), token_gates, run=run)
-        memory = regained(config, memory, start, token_gates.retain, run)
+        before, gates = carry.memory, TokenGates(*each[:3])
+        memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[3:]), gates, run=run)
+        memory = regained(config, memory, start, gates.retain, run)
         stepped = carry._replace(memory=memory, slots=slots)
         carry = stepped if mask is None else select(mask, stepped, carry, run)
         states.append(carry.memory if config.read == "after" else before)
-    y = predict_states(config, states, phi_q, run)
+    y = predict_each(config, states, phi_q, run)
     return y, closed(carry._replace(anchor=anchor), decay, span, run)
 
 
@@ -367,11 +319,10 @@ def anchor_of(carry: Carry, span: Span, run: Run) -> Memory:
 
 
 def _commit_chunk(
-    config: MemoryConfig, ahead: bool, carry: Carry, row: Tensors, span: Span, run: Run
+    config: MemoryConfig, ahead: bool, carry: Carry, row: Tensors, span: Span, start: Memory, run: Run
 ) -> tuple[Tensor, Carry]:
     """One step where a chunk closes: decay, phi_k, phi_q, v and the gates; `ahead` if queries are those of the tokens
     before."""
-    row, write, start = _of_row(config, carry, row)
     phi_k, phi_q, v, lr, retain, momentum = several(row[1:])
     since, weights = since_of(carry, row[0], run), config.rule.weights(carry.memory, run=run)
     graph = summed_graph(config, retain, lr) if since is None else None
@@ -382,18 +333,16 @@ def _commit_chunk(
         end, slots = product if config.retention.uses_retain else None, carry.slots
         gates = (lr, end, last, lr, last) if slots else (lr, end, None, None, None)
         states = carry.memory, slots, (), (), start
-        y, new, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, write, run)
+        y, new, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, span.write, run)
         carry = carry._replace(memory=new[: len(weights)], slots=new[len(weights) :])
     else:
         if graph is not None:
             gates = (one(run(_MINUS, lr)), None, None, None, None)
             states = carry.pending, (), (), weights, ()
-            y, new, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, write, run)
+            y, new, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, span.write, run)
         else:
             y, at = predict(config, weights, phi_q, run), weights if since is None else carry.memory
-            if config.blocks:
-                c, carry = _lengths(config, phi_k, at, carry, write, run)
-                lr = one(run(MULTIPLY, lr, c))
+            lr, carry = _normalised(config, phi_k, lr, at, carry, span.write, run)
             new = summed(config, at, carry.pending, (phi_k, v, since), lr, run, start)
         waiting = carry._replace(pending=new, pending_retain=(product,))
         carry = waiting if span.closes is False else committed_chunk(config, waiting, start, last, run)
@@ -476,8 +425,8 @@ def _compiled_steps(config: MemoryConfig, tokens: Tokens, sizes: list[int], run:
     if is_traced(*tokens):
         return plain, rows
 
-    def step(carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
-        flat = (*carry.flat, *row, *[item if isinstance(item, Tensor) else None for item in span[1:]])
+    def step(carry: Carry, row: Tensors, span: Span, start: Memory, run: Run) -> tuple[Tensor, Carry]:
+        flat = (*carry.flat, *row, *start, *[item if isinstance(item, Tensor) else None for item in span[1:]])
         known = Span(span.size, *[None if isinstance(item, Tensor) else item for item in span[1:]])  # type: ignore[arg-type]
         looks = tuple([None if item is None else (item.shape, item.dtype, item.device) for item in flat])
         block = _compiled_block(config, tokens.retain.dim() == 3, tuple(map(len, carry[:-1])), known, looks)
@@ -493,30 +442,15 @@ def _compiled_block(
 ) -> Block:
     """(*carry, *row, *masks of the span) -> outputs and the new carry but for its position."""
     first, step = sum(counts) + 1, step_of(config, dual_graph(config, channelwise))
+    last = len(looks) - len(known) + 1 - (counts[0] if config.retention.anchored else 0)
 
     def plain(*flat: Tensor | None) -> Tensors:
-        masks = [fixed if mask is None else mask for fixed, mask in zip(known[1:], flat[-3:], strict=True)]
-        y, carry = step(Carry.of(counts, flat), flat[first:-3], Span(known.size, *masks), execute)  # type: ignore[arg-type]
+        row, start, given = flat[first:last], flat[last : -len(known) + 1], flat[-len(known) + 1 :]
+        masks = [fixed if mask is None else mask for fixed, mask in zip(known[1:], given, strict=True)]
+        y, carry = step(Carry.of(counts, flat), row, Span(known.size, *masks), several(start), execute)  # type: ignore[arg-type]
         return y, *carry.flat[:-1]
 
     # Dynamo counts what it compiles by code object, beyond eight of which it gives up.
     plain.__code__ = plain.__code__.replace()
     program = torch.compile(plain, backend=BACKEND, fullgraph=True, dynamic=False)
-
-    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Any]:
-        if not keeps:
-            return program(*inputs), None
-        with torch.enable_grad():
-            copies = [None if item is None else item.detach().requires_grad_(differentiable(item)) for item in inputs]
-            answers = program(*copies)
-        return tuple([item.detach() for item in several(answers)]), (copies, answers)
-
-    def vjp(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Tensors:
-        copies, answers = record
-        leaves = [item for item in copies if differentiable(item)]
-        pairs = [pair for pair in zip(answers, cotangents, strict=True) if pair[0].requires_grad]
-        outputs, gs = zip(*pairs, strict=True)
-        grads = iter(torch.autograd.grad(outputs, leaves, gs, retain_graph=True, allow_unused=True))
-        return tuple([next(grads) if differentiable(item) else None for item in copies])
-
-    return ByHand("chunk.step", forward, vjp, plain).block()
+    return with_graph("chunk.step", program, plain).block()

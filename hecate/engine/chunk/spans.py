@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.engine.call import Call
 from hecate.engine.coefficients import coefficients, running_products
-from hecate.engine.tokens import NUMBERS, UNBIND, VECTORS, Tokens, cut, expand_to, linear_block
+from hecate.engine.tokens import NUMBERS, UNBIND, VECTORS, Tokens, cut, expand_to, fold_mask, linear_block
 from hecate.rule import MemoryConfig
 from hecate.tape import Block, Run, Tensors, can_inspect
 
@@ -26,13 +27,15 @@ class Span(NamedTuple):
     """Tokens of one chunk, taken in one step.
 
     Its fields say whether they include the token that opens the chunk and the one that closes it, known for all
-    memories or as a mask `[N]`; and with masks, whether the chunk begins here, even if with unwritten tokens.
+    memories or as a mask `[N]`; and with masks, whether the chunk begins here, even if with unwritten tokens, and which
+    tokens are written, `[N, size]`.
     """
 
     size: int
     opens: bool | Tensor
     closes: bool | Tensor
     starts: Tensor | None = None
+    write: Tensor | None = None
 
 
 def spans_of(position: int, length: int, chunk: int, size: int) -> list[Span]:
@@ -139,17 +142,10 @@ def layout_of(
     def within(mask: Tensor) -> Tensor:
         return laid(mask).unflatten(1, (spans, size)).any(-1)
 
-    return Layout(
-        spans,
-        places,
-        tokens,
-        laid(written),
-        within(written & (place == 0) & ~carried),
-        within(written & (place == chunk - 1)),
-        within((place == 0) & ~carried),
-        None if reset is None else within(reset),
-        (place[:, -1] + written[:, -1]) % chunk,
-    )
+    first, last = (place == 0) & ~carried, place == chunk - 1
+    opens, closes, starts = within(written & first), within(written & last), within(first)
+    resets, moved = None if reset is None else within(reset), (place[:, -1] + written[:, -1]) % chunk
+    return Layout(spans, places, tokens, laid(written), opens, closes, starts, resets, moved)
 
 
 def places_of(
@@ -180,6 +176,13 @@ def places_of(
     else:
         spans = length if reset is not None else min(length, length // chunk + 2 + length // size)
     return written, writes % chunk, (base < 0) & (count == 0), span, offset, spans
+
+
+def most_spans(call: Call, size: int) -> int:
+    """The spans of the memory that has most; 0 without memories."""
+    position, heads, inputs = call.memories[0][1].position, call.inputs.lr.shape[2], call.inputs
+    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (inputs.write, inputs.reset))
+    return places_of(write, reset, position, call.length, call.config.chunk, size)[-1] if len(position) else 0
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ pass once more for the backward: only who asks for them by name gets them there.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch import Tensor
 from hecate.engine.arguments import BORDERS
 from hecate.engine.call import TRACED, Call, Plan
 from hecate.engine.engine import TokenEngine, untold
-from hecate.engine.fla.kernel import PARITY, by_kernel, kernel_of, known_kernel, verdict
+from hecate.engine.fla.kernel import PARITY, by_kernel, kernel_of, verdict
 from hecate.engine.tokens import Carry, Tokens, by_head, cast, run_by_hand
 from hecate.engine.triton.kernel import NORM, interpreting
 from hecate.retention import Decay, NoRetention
@@ -72,7 +73,8 @@ class Fla(TokenEngine):
             return f"its kernels run on a GPU, the tensors are on {plan.device}"
         if compiling:  # the operators ask when they run
             return untold(config)
-        gated = known_kernel(config, plan.channels).takes_gate
+        kernel: Any = kernel_of(config, channelwise=plan.channels)
+        gated = kernel.takes_gate
         plain = MemoryConfig(
             bias=config.bias,
             retention=Decay() if gated else NoRetention(),

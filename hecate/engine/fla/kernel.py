@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import AlgorithmForm
-from hecate.engine.engine import chunk_refusal
+from hecate.engine.engine import chunk_refusal, with_graph
 from hecate.engine.loop import sequential
 from hecate.engine.parallel import by_torch
 from hecate.engine.tokens import Carry, Tokens
@@ -21,7 +21,7 @@ from hecate.engine.triton.kernel import NO_CARD, distrust_norm
 from hecate.engine.triton.parity import both_by_torch, both_ways, difference, trial
 from hecate.errors import install_line
 from hecate.rule import MemoryConfig
-from hecate.tape import ByHand, Tensors, differentiable, one, several
+from hecate.tape import ByHand, Tensors, one
 
 SMALLEST = 2.0**-40  # smaller retain gates count as this, so that sums of logarithms keep float32's digits
 # Relative difference from float64 that is always allowed: rounding of the inputs' dtype.
@@ -66,14 +66,6 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
     return Kernel(f"fla.ops.{name}", f"chunk_{name}", True, True)
 
 
-def known_kernel(config: MemoryConfig, channelwise: bool) -> Kernel:
-    """The kernel of a config that was not refused."""
-    kernel = kernel_of(config, channelwise=channelwise)
-    if isinstance(kernel, str):
-        raise TypeError("the engine was chosen without its refusal being asked")
-    return kernel
-
-
 @cache
 def load_kernel(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The kernel; None if it cannot be imported."""
@@ -95,24 +87,16 @@ def by_kernel(config: MemoryConfig, carry: Carry, dtype: torch.dtype, borders: t
         tensors = (i if i is None or not i.is_floating_point() else i.to(precision) for i in inputs)
         return plain(*tensors)
 
-    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-        with torch.set_grad_enabled(keeps):
-            leaves = inputs
-            if keeps:
-                leaves = tuple(i if i is None or not differentiable(i) else i.detach().requires_grad_() for i in inputs)
-            outputs = several(_outputs(config, dtype, borders, leaves))
-        return tuple(item.detach() for item in outputs), (*leaves, *outputs) if keeps else ()
-
-    return ByHand("engine.fla", forward, _cotangents, wide)
+    return with_graph("engine.fla", partial(_outputs, config, dtype, borders), wide)
 
 
-def _outputs(config: MemoryConfig, dtype: torch.dtype, borders: tuple[int, ...] | None, inputs: Tensors) -> Tensors:
-    memory, initial, *fields = inputs
+def _outputs(
+    config: MemoryConfig, dtype: torch.dtype, borders: tuple[int, ...] | None, memory: Tensor, initial: Tensor | None,
+    *fields: Tensor | None,
+) -> Tensors:  # fmt: skip
     tokens = Tokens(*fields)  # type: ignore[arg-type]
-    kernel = known_kernel(config, tokens.retain.dim() == 4)
-    function = load_kernel(kernel)
-    if function is None or memory is None:
-        raise TypeError("the engine was chosen without asking whether it is fit")
+    kernel: Any = kernel_of(config, channelwise=tokens.retain.dim() == 4)
+    function: Any = load_kernel(kernel)  # the engine is unfit without either
     # Gates stay in float32: what a kernel multiplies by them it rounds afterwards.
     options: dict[str, Tensor] = {"beta": tokens.lr} if kernel.takes_lr else {}
     if kernel.takes_gate:
@@ -124,32 +108,17 @@ def _outputs(config: MemoryConfig, dtype: torch.dtype, borders: tuple[int, ...] 
         start = one((initial,)).mT.unsqueeze(0).expand(len(borders) - 1, -1, -1, -1)
         at = torch.tensor(borders)
         options |= {"cu_seqlens": at.to(v.device, non_blocking=True), "cu_seqlens_cpu": at}
-    y, state = function(
-        q=tokens.phi_q.to(dtype),
-        k=tokens.phi_k.to(dtype),
-        v=v.to(dtype),
-        scale=1.0,
-        initial_state=start.float().contiguous(),
-        output_final_state=True,
-        **options,
-    )
+    q, k, start = tokens.phi_q.to(dtype), tokens.phi_k.to(dtype), start.float().contiguous()
+    y, state = function(q=q, k=k, v=v.to(dtype), scale=1.0, initial_state=start, output_final_state=True, **options)
     last = state if borders is None else state[-1:]
     return y.to(memory.dtype), last.flatten(0, 1).mT.to(memory.dtype)
-
-
-def _cotangents(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-    """The kernels' own derivatives, by the graph that the forward kept."""
-    recorded, outputs = record[: len(inputs)], several(record[len(inputs) :])
-    leaves = [item for item in recorded if item is not None and item.requires_grad]
-    grads = iter(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
-    return tuple(next(grads) if item is not None and item.requires_grad else None for item in recorded)
 
 
 def verdict(
     config: MemoryConfig, channelwise: bool, dtype: torch.dtype, device: str, shape: tuple[int, ...]
 ) -> str | None:
     """Reason why a config's kernel cannot be used, or that of its key_norm: it is not at hand, or not trusted."""
-    kernel = known_kernel(config, channelwise)
+    kernel: Any = kernel_of(config, channelwise=channelwise)
     if load_kernel(kernel) is None:
         return f"it needs {kernel.module}.{kernel.function}: {install_line('gpu')}"
     reason = distrust_norm(dtype, device, shape) if config.key_norm == "l2" else None

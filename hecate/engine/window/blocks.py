@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hecate.algorithm import WindowForm
 from hecate.engine.coefficients import coefficients, faced_states, neutral
-from hecate.engine.parallel import implicit_gradients
+from hecate.engine.implicit import implicit_gradients
 from hecate.engine.tokens import constants
 from hecate.phi.base import PowerForm
 from hecate.rule import MemoryConfig
@@ -42,18 +42,9 @@ SIZE = 64  # tokens of a block
 AGAIN = 16  # tokens whose steps are held at once in the backward pass
 
 
-class Leaves(NamedTuple):
-    """Inputs of a block: products of features with states, keys and queries `[N, n, d]`, values, the context's values
-    or None, gates `[N, n]`."""
-
-    products: Tensor
-    x_k: Tensor
-    x_q: Tensor
-    v: Tensor
-    values: Tensor | None
-    lr: Tensor
-    retain: Tensor
-    momentum: Tensor
+# Inputs of a block: products of features with states, keys and queries `[N, n, d]`, values, the context's values or
+# None, gates `[N, n]`.
+Leaves = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
 
 
 class Settings(NamedTuple):
@@ -82,9 +73,7 @@ class Settings(NamedTuple):
 
     def gain(self) -> Block:
         """Q of Gram matrices `[N, V, V]`."""
-        form = self.form.inner.gram_form()
-        if form is None:
-            raise TypeError(f"algorithm {self.form.inner.kind!r} has no Gram form")
+        form: Any = self.form.inner.gram_form()  # the engine refuses algorithms without one
         return form.gain(self.shape)
 
 
@@ -252,16 +241,9 @@ def linear_block(
         return (total if kernels.lengths is None else kernels.lengths * total).mT
 
     keys, values = left_behind(rows, kernels.lengths, values, v)
-    outcome = Outcome(
-        y,
-        onto(after.last),
-        None if slot is None else onto(slot.last),
-        keys,
-        torch.stack([weight[..., -1] for weight in after.bases], -1),
-        None if slot is None else slot.bases[0][..., -1],
-        values,
-    )
-    return outcome, None
+    bases = torch.stack([weight[..., -1] for weight in after.bases], -1)
+    moved, kept = (None, None) if slot is None else (onto(slot.last), slot.bases[0][..., -1])
+    return Outcome(y, onto(after.last), moved, keys, bases, kept, values), None
 
 
 class _Operands(NamedTuple):
@@ -422,11 +404,8 @@ class _Loop:
             s, token.retain * a, token.retain * i, torch.addcmul(token.retain * x, s, step),
             torch.baddbmm(token.retain * y, step, w), w, gram,
         )  # fmt: skip
-        return (
-            after,
-            self._read(token, before if self.early else after),
-            (before, after, pred, u, reached, h, q, step, of_gain),
-        )
+        read = self._read(token, before if self.early else after)
+        return after, read, (before, after, pred, u, reached, h, q, step, of_gain)
 
     def _read(self, token: _Operands, state: _State) -> Tensor:
         read = torch.baddbmm(torch.baddbmm(state.a * token.memory_q, state.x, token.slot_q), state.y, token.asked)
@@ -457,7 +436,9 @@ class _Loop:
 
     def _back(self, t: int, token: _Operands, past: Any, g: Tensor, later: _State) -> tuple[_Operands, _State]:
         before, after, pred, u, reached, h, q, step, of_gain = past
-        asked, later, earlier = self._read_back(token, before, after, g, later)
+        asked, read = self._read_back(token, before if self.early else after, g)
+        if not self.early:  # the query meets the state after the token
+            later = _sum(later, read)
         gs, ga, gi, gx, gy, gw, ggram = later
         # X', Y', a', i'
         gretain = _inner(gx, before.x) + _inner(gy, before.y) + ga * before.a + gi * before.i
@@ -478,15 +459,14 @@ class _Loop:
         gs = gs + _inner(greached, token.slot)
         gw = torch.baddbmm(gw, greached, token.hit.mT)
         gseen = gu * self.live[t]
-        gpred = gseen if self.asks else torch.zeros_like(gseen)
-        gfrozen, gpred = (gpred, torch.zeros_like(gpred)) if self.frozen else (None, gpred)
+        gpred = gseen if self.asks and not self.frozen else torch.zeros_like(gseen)
         if self.decayed and self.asks:
             gretain, gpred = gretain + _inner(gseen, pred), token.retain * gseen
         ga, gi = token.retain * ga + _inner(gpred, token.memory), token.retain * gi
         if token.initial is not None:
             gi = gi + _inner(gpred, token.initial)
         share = _Operands(  # type: ignore[call-arg]
-            before.a * gpred if gfrozen is None else gfrozen,
+            gseen if self.frozen else before.a * gpred,
             torch.baddbmm(before.s * greached, before.x.mT, gpred),
             None if token.initial is None else before.i * gpred,
             *asked[:3],  # type: ignore[arg-type]
@@ -502,16 +482,12 @@ class _Loop:
         gx = torch.baddbmm(token.retain * gx, gpred, token.slot.mT)
         gy = torch.baddbmm(token.retain * gy, gpred, token.hit.mT)
         new = _State(gs, ga, gi, gx, gy, gw, ggram)
-        if earlier is not None:
-            new = _State(*(x if e is None else x + e for x, e in zip(new, earlier, strict=True)))
-        return share, new
+        return share, _sum(new, read) if self.early else new
 
     def _read_back(
-        self, token: _Operands, before: _State, after: _State, g: Tensor, later: _State
-    ) -> tuple[tuple[Tensor | None, ...], _State, tuple[Tensor | None, ...] | None]:
-        """Cotangents of what the query meets, and of the state that it is read from: added to those of the state after
-        the token, or apart."""
-        state = before if self.early else after
+        self, token: _Operands, state: _State, g: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """Cotangents of what the query meets, and of the state that it is read from."""
         initial = token.initial_q
         share = (
             None, _inner(g, token.memory_q), None if initial is None else _inner(g, initial),
@@ -520,9 +496,11 @@ class _Loop:
         met = (
             state.a * g, torch.bmm(state.x.mT, g), None if initial is None else state.i * g, torch.bmm(state.y.mT, g)
         )  # fmt: skip
-        if self.early:
-            return met, later, share
-        return met, _State(*(x if e is None else x + e for x, e in zip(later, share, strict=True))), None
+        return met, share
+
+
+def _sum(state: _State, more: tuple[Tensor | None, ...]) -> _State:
+    return _State(*(x if e is None else x + e for x, e in zip(state, more, strict=True)))
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:

@@ -81,6 +81,10 @@ class _Inputs(NamedTuple):
     values: Tensor | None
     filled: Tensor | None
 
+    def facing(self, met: list[Tensor]) -> list[Tensor]:
+        """The states that features meet, and the context's keys."""
+        return met if self.keys is None else [*met, self.keys]
+
 
 class Rooms:
     """Space over features for a block, which the next one uses again: pages of fresh tensors cost as much as what is
@@ -119,11 +123,8 @@ class _Spans(Rooms):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         inner, self.config = settings.form.inner, settings.config
-        self.slot_count, self.mixes, self.waits = (
-            len(inner.slots),
-            inner.kernel_form() is None,
-            settings.config.commit == "chunk",
-        )
+        self.slot_count, self.mixes = len(inner.slots), inner.kernel_form() is None
+        self.waits = settings.config.commit == "chunk"
         self.terms = [(0, 0)]  # (state, base): what goes on, in the order of its weights
         # M' has a of M and s of S, S' a share of S; where rows are mixed the Gram matrix has s.
         if self.slot_count and not self.waits:
@@ -157,9 +158,8 @@ class _Spans(Rooms):
 
     def products(self, span: _Inputs, features: Tensor, met: list[Tensor]) -> Tensors:
         """Features with states and context `[N, c + n + n, *]`, and S S^T where rows are mixed at every token."""
-        states = (*met, *([] if span.keys is None else [span.keys]))
         gram = torch.bmm(met[1], met[1].mT) if self.mixes and not self.waits else None
-        return torch.cat([features @ state.mT for state in states], -1), gram
+        return torch.cat([features @ state.mT for state in span.facing(met)], -1), gram
 
     def states(self, outcome: tuple[Any, ...], features: Tensor, bases: list[Tensor]) -> Tensors:
         """y, states `[N, *, F]` as `O X + a B`, and the context."""
@@ -196,9 +196,7 @@ class _Spans(Rooms):
         again = ByHand("window.between", self.forward, self.backward, partial(self.between, steps=steps))
         *drawn, gproducts, ggram = again.by_autograd(inputs, wanted)
         gmet = [torch.zeros_like(met[0])] if self.waits else gbases + [torch.zeros_like(m) for m in met[len(bases) :]]
-        shares = one((gproducts,)).split(
-            [item.shape[1] for item in (*met, *([] if span.keys is None else [span.keys]))], -1
-        )
+        shares = one((gproducts,)).split([item.shape[1] for item in span.facing(met)], -1)
         # g_B = g_P^T X and g_X = g_P B, in place of what is there already.
         for g, share, operand in zip(gmet, shares, met, strict=False):
             g.baddbmm_(share.mT, features)
@@ -268,7 +266,7 @@ class _Spans(Rooms):
 
     # A step at each token.
 
-    def commit_token(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+    def commit_token(self, carry: Carry, row: Tensors, span: Span, _: Memory, run: Run) -> tuple[Tensor, Carry]:
         """Outputs of a span and the carry after it."""
         since, anchor = since_of(carry, row[0], run), anchor_of(carry, span, run)
         bases = (*carry.memory, *carry.slots[: self.slot_count], *(() if span.opens is True else anchor))
@@ -282,7 +280,7 @@ class _Spans(Rooms):
 
     # One step a chunk.
 
-    def commit_chunk(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+    def commit_chunk(self, carry: Carry, row: Tensors, span: Span, _: Memory, run: Run) -> tuple[Tensor, Carry]:
         """Outputs of a span and the carry after it."""
         since, (x_q, retain, momentum) = since_of(carry, row[0], run), several((row[2], row[5], row[6]))
         inputs = *row[1:-1], since, row[-1], *self.context(carry), *carry.memory, *carry.pending

@@ -27,8 +27,7 @@ chunk's start, `hecate.engine.window.chunks` runs. [ENG-WIN-D1, ENG-WIN-V1]
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,15 +38,16 @@ from hecate.engine.call import Call, Plan
 from hecate.engine.chunk.engine import steps_of
 from hecate.engine.engine import Engine
 from hecate.engine.features import cast_inputs, to_tokens
+from hecate.engine.loop import root
 from hecate.engine.parallel import coordinate_refusal
-from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
+from hecate.engine.tokens import Carry, Tokens, by_head, in_folds, run_by_hand
 from hecate.engine.window import blocks
 from hecate.engine.window.blocks import Leaves, Outcome, Rows, Settings, gram_block, linear_block, rows_of
 from hecate.engine.window.chunks import SIZE, Rooms, in_chunks, inner_product
 from hecate.phi.polynomial import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Autodiff, ByHand, Run, Tensors, can_inspect, execute, one, several
+from hecate.tape import Autodiff, ByHand, Run, Tensors, can_inspect, execute, one
 from hecate.tape.ops import over, reach
 
 
@@ -118,16 +118,17 @@ class Window(Engine):
         config, inputs = call.config, call.inputs
         lift = _lift(config, inputs.k.shape[-1])
         if lift is None:
-            tokens = to_tokens(config, inputs, call.params, call.plan.dtype, run)
-            settings = _settings(config, given_features(tokens.phi_k.shape[-1]), call.shape)
+            tokens, normed, scale = to_tokens(config, inputs, call.params, call.plan.dtype, run), False, 1.0
+            lift = given_features(tokens.phi_k.shape[-1])
         else:
             q, k, *rest = cast_inputs(config, inputs, call.plan.dtype, run)
             heads = inputs.k.shape[2]
             # [B, T] to [B, T, H], as `to_tokens` has them.
             masks = [None if mask is None else by_head(mask, heads) for mask in inputs[6:8]]
-            tokens = Tokens(k, q, *rest, *masks)
+            tokens, normed = Tokens(k, q, *rest, *masks), config.key_norm == "l2"
             scale = inputs.k.shape[-1] ** -0.5 if config.query_scale == "key_dim" else 1.0
-            settings = _settings(config, lift, call.shape, normed=config.key_norm == "l2", query=scale)
+        form: Any = config.algorithm.window_form()  # the engine refuses algorithms without one
+        settings = Settings(config, form, lift, normed, scale, call.shape)
         initial, carry = call.memories[0]
         walk = partial(_in_blocks, settings) if config.chunk == 1 else partial(in_chunks, settings, call.place)
         y, carry = in_folds(walk, config, tokens, carry, initial, run=run)
@@ -140,24 +141,13 @@ def _lift(config: MemoryConfig, width: int) -> Any:
     return config.feature_map.power_form(width) if plain else None
 
 
-def _settings(
-    config: MemoryConfig, lift: Any, shape: tuple[int, ...], normed: bool = False, query: float = 1.0
-) -> Settings:
-    form = config.algorithm.window_form()
-    if form is None:
-        raise TypeError(f"algorithm {config.algorithm.kind!r} has no window")
-    return Settings(config, form, lift, normed, query, shape)
-
-
 def _in_blocks(
     settings: Settings, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
     walk = _Walk(settings)
     hand = ByHand(f"engine.window.{walk.name}", walk.forward, walk.backward, walk.plain)
-    inputs = (*carry.memory, *carry.slots, *initial, *tokens)
-    y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
-    return y, carry._replace(memory=(memory,), slots=tuple(slots))
+    return run_by_hand(hand, tokens, carry, initial, run=run)
 
 
 class _State(NamedTuple):
@@ -173,7 +163,11 @@ class _State(NamedTuple):
 
     def bases(self) -> list[Tensor]:
         """Base states, and last the context's keys."""
-        return [item for item in self[:4] if item is not None]
+        return [*self.met(), *([] if self.keys is None else [self.keys])]
+
+    def met(self) -> list[Tensor]:
+        """Base states."""
+        return [item for item in self[:3] if item is not None]
 
 
 class _Walk(Rooms):
@@ -230,7 +224,7 @@ class _Walk(Rooms):
             )
             if keeps:
                 # Base states are [V, F]: of most blocks what makes them is kept in their place.
-                first = state if at % _each(spans) == 0 else None
+                first = state if at % root(len(spans)) == 0 else None
                 record.append((first, products, steps, outcome._replace(y=None)))  # type: ignore[arg-type]
             outputs.append(outcome.y)
             state = self.after(state, rows, features, outcome)
@@ -250,22 +244,21 @@ class _Walk(Rooms):
 
     def leaves(self, products: Tensor, part: Tokens, state: _State) -> Leaves:
         """Inputs of an outcome."""
-        return Leaves(products, part.phi_k, part.phi_q, part.v, state.values, *part[3:6])
+        return products, part.phi_k, part.phi_q, part.v, state.values, part.lr, part.retain, part.momentum
 
     def after(self, state: _State, rows: Rows, features: Tensor, outcome: Outcome) -> _State:
         """The states that leave a block."""
-        bases, end = [item for item in state[:3] if item is not None], rows.context.shape[-1]
+        end = rows.context.shape[-1]
         # M' = Y R + sum_b a_b B_b, R the features of the rows that were written.
-        memory = torch.bmm(outcome.memory[..., :end], features[:, :end])
+        ontos = outcome.memory[..., :end], outcome.slot, outcome.keys
+        memory, slot, keys = (None if onto is None else torch.bmm(onto, features[:, :end]) for onto in ontos)
+        memory = one((memory,))
         if self.mixes:
             memory.baddbmm_(outcome.memory[..., end:], one((state.slot,)))
-        for weight, base in zip(outcome.bases.unbind(-1), bases, strict=True):
+        for weight, base in zip(outcome.bases.unbind(-1), state.met(), strict=True):
             memory.addcmul_(over(weight, base), base)
-        slot, keys = state.slot, state.keys
-        if slot is not None and outcome.slot is not None and outcome.slot_base is not None:
-            slot = torch.bmm(outcome.slot, features[:, :end]).addcmul_(over(outcome.slot_base, slot), slot)
-        if keys is not None and outcome.keys is not None:
-            keys = torch.bmm(outcome.keys, features[:, :end])
+        if slot is not None and state.slot is not None and outcome.slot_base is not None:
+            slot.addcmul_(over(outcome.slot_base, slot), state.slot)
         return _State(memory, slot, state.initial, keys, outcome.values, rows.filled)
 
     # Backwards.
@@ -284,13 +277,13 @@ class _Walk(Rooms):
         )  # fmt: skip
         gtokens: list[Tensors] = []
         spans = self.spans(tokens)
-        for first in reversed(range(0, len(spans), _each(spans))):
-            parts = [_part(tokens, span) for span in spans[first : first + _each(spans)]]
+        each = root(len(spans))
+        for first in reversed(range(0, len(spans), each)):
+            parts = [_part(tokens, span) for span in spans[first : first + each]]
             # Forward once more from the kept states, sqrt(B) blocks at a time.
             entered = self.entered(parts, record[first:])
             for span, part in zip(reversed(spans[first : first + len(parts)]), reversed(parts), strict=True):
-                _, products, steps, _ = record.pop()
-                shares, later = self.block_back(part, entered.pop(), products, steps, gy[:, span], later)
+                shares, later = self.block_back(part, entered.pop(), record.pop()[1:], gy[:, span], later)
                 gtokens.append(shares)
         self.rooms.clear()
         back = self.settings.lift.gathered
@@ -312,22 +305,22 @@ class _Walk(Rooms):
         return states
 
     def block_back(
-        self, part: Tokens, state: _State, products: Tensor, steps: Any, gy: Tensor, later: _State
+        self, part: Tokens, state: _State, record: tuple[Tensor, Any, Outcome], gy: Tensor, later: _State
     ) -> tuple[Tensors, _State]:
         """Cotangents of a block's tokens and of the states that enter it."""
-        features, rows, count = self.rows_met(state, part), self.rows(state, part), part.v.shape[1]
-        inputs, context, end = self.leaves(products, part, state), self.settings.context, self.settings.context + count
+        (products, steps, outcome), features, count = record, self.rows_met(state, part), part.v.shape[1]
+        context, end = self.settings.context, self.settings.context + count
+        met, rows = self.meeting(state, later, features[:, :end]), self.rows(state, part)
+
+        def between(*leaves: Any) -> Tensors:
+            again, _ = self.block(self.settings, rows, (part.write, part.reset), leaves, steps)
+            return tuple(item for item in again if item is not None)
+
         # What lies between products and combinations is small, and autograd's.
-        with torch.enable_grad():
-            leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in inputs]
-            outcome, _ = self.block(self.settings, rows, (part.write, part.reset), Leaves(*leaves), steps)  # type: ignore[arg-type]
-        gshares = self.meeting(state, outcome, later, features[:, :end])
-        pairs = [(y, g) for y, g in zip(outcome, (gy, *gshares), strict=True) if y is not None]
-        ys, cotangents = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
-        wanted = [leaf for leaf in leaves if leaf is not None]
-        pulled = iter(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True))
-        gproducts, gk, gq, gv, gvalues, *ggates = (None if leaf is None else next(pulled) for leaf in leaves)
-        outcome = Outcome(*(None if item is None else item.detach() for item in outcome))  # type: ignore[arg-type]
+        pulled = ByHand("window.between", self.forward, self.backward, between).by_autograd(
+            self.leaves(products, part, state), [g for g in (gy, *met) if g is not None]
+        )
+        gproducts, gk, gq, gv, gvalues, *ggates = pulled
         shares = one((gproducts,)).split([base.shape[1] for base in state.bases()], -1)
         gbases = [torch.bmm(share.mT, features) for share in shares]
         # g_X = g_P B + O^T G: the first sum here, the second below.
@@ -343,9 +336,8 @@ class _Walk(Rooms):
         gk, gq = (b if a is None else a + b for a, b in zip((gk, gq), gx.split(count, 1), strict=True))
         return (gk, gq, gv, *ggates), self.entering(state, outcome, later, gbases, gfeatures, gvalues)
 
-    def meeting(self, state: _State, outcome: Outcome, later: _State, rows: Tensor) -> tuple[Tensor | None, ...]:
+    def meeting(self, state: _State, later: _State, rows: Tensor) -> tuple[Tensor | None, ...]:
         """Cotangents of an outcome's combinations, from those of the states that they make."""
-        bases = [item for item in state[:3] if item is not None]
         memory = later.memory @ rows.mT
         if self.mixes:
             memory = torch.cat((memory, later.memory @ one((state.slot,)).mT), -1)
@@ -353,14 +345,8 @@ class _Walk(Rooms):
         if later.slot is not None and state.slot is not None:
             slot, slot_base = later.slot @ rows.mT, inner_product(later.slot, state.slot)
         keys = None if later.keys is None else later.keys @ rows.mT
-        return (
-            memory,
-            slot,
-            keys,
-            torch.stack([inner_product(later.memory, base) for base in bases], -1),
-            slot_base,
-            (later.values),
-        )
+        weights = torch.stack([inner_product(later.memory, base) for base in state.met()], -1)
+        return memory, slot, keys, weights, slot_base, later.values
 
     def entering(
         self,
@@ -385,11 +371,6 @@ class _Walk(Rooms):
         if keys is not None:
             keys.add_(gfeatures[:, : keys.shape[1]])
         return _State(memory, slot, initial, keys, gvalues, state.filled)
-
-
-def _each(blocks: Sized) -> int:
-    """Every how many blocks the forward pass keeps the states that enter one."""
-    return math.isqrt(max(len(blocks) - 1, 0)) + 1
 
 
 def _part(tokens: Tokens, span: slice) -> Tokens:
