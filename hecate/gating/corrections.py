@@ -136,9 +136,10 @@ class Curvature(Gating):
 
     def refusal(self, config: Any) -> str | None:
         lr, limit = config.algorithm.lr, config.algorithm.stable_step
+        if lr * self.base <= limit:
+            return None
         beyond = f"lr={lr:g} times base={self.base:g} passes {limit:g}"
-        diverges = lr * self.base > limit
-        return f"{beyond}, where writes of one key, again and again, diverge; lower one" if diverges else None
+        return f"{beyond}, where writes of one key, again and again, diverge; lower one"
 
     def parts(self, sizes: Sizes) -> Parts:
         weight, each, soft = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,), self.gate == "softplus"
