@@ -21,6 +21,7 @@ from hecate.data.shards import SIDECAR, read_sidecar
 from hecate.data.tokenize import tokenize
 from hecate.data.tokenizer import open_tokenizer, train_tokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError
+from hecate.states import leaves
 from hecate.train import Trainer, run_experiment
 from hecate.train.checkpoint import load_checkpoint, save_checkpoint
 from hecate.train.evaluate import evaluate, loss_by_position
@@ -244,6 +245,8 @@ def test_carried_states_by_rows(folder):
         part.load(same, model, range(1, 3), CPU, "x", micros=2)
         near(part.tensors(), {name: leaf[1:3] for name, leaf in same.items()})
         y = model(tokens, whole, reset_mask=mask)[0]
+        held = [leaf for micro in range(2) for leaf in leaves(part.arguments(micro)).values()]
+        assert len({leaf.untyped_storage().data_ptr() for leaf in held}) == len(held)  # aligned as in a new run
         for micro in range(2):
             row = slice(micro + 1, micro + 2)
             near(model(tokens[row], *part.arguments(micro), reset_mask=mask[row])[0], y[row])
