@@ -125,7 +125,7 @@ def bytes_of(state: Any) -> int:
 def detach(state: Tree) -> Tree:
     """The same state, detached from the autograd graph that produced it."""
     # Tensors that carry no gradient stay the same objects, so that facts cached for them remain known.
-    return pytree.tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() else x, state)
+    return pytree.tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() or x.is_complex() else x, state)
 
 
 def clone(state: Tree) -> Tree:

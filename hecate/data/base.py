@@ -216,13 +216,18 @@ class TaskSource(Source):
             check_room(size, f"examples: {task.examples:,} of task {task.kind!r}", "lower data.examples")
         fresh = {"examples"} if task.examples is None else None  # the fingerprint stays as before there was this field
         self.fingerprint = hashlib.sha256(task.model_dump_json(exclude=fresh).encode()).hexdigest()
+        self.__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        caches = "_examples", "_order"  # they are of this process
+        return {name: value for name, value in vars(self).items() if name not in caches}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         # Stream 0 draws the examples, stream e + 1 the order of epoch e. A batch may end one epoch and begin the next.
-        count = task.examples or 0
+        task, count = self.task, self.task.examples or 0
         self._examples = lru_cache(1)(lambda seed: task.sample(stream(seed, "train", 0), count))
         self._order = lru_cache(2)(lambda seed, epoch: stream(seed, "train", epoch + 1).permutation(count))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.task,)  # the caches are of this process
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
         self._check(seq_len)

@@ -23,7 +23,7 @@ def distinct(rng: np.random.Generator, rows: int, pool: int, count: int) -> Rows
 
 def in_turn(first: Rows, second: Rows) -> Rows:
     """Two arrays `[rows, n]` in turn, one from each: `[rows, 2 n]`."""
-    return np.stack([first, second], axis=2).reshape(len(first), -1)
+    return np.stack([first, second], axis=2).reshape(len(first), 2 * first.shape[1])
 
 
 class Copy(Task):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from multiprocessing import connection, forkserver, get_context, parent_process, resource_tracker
 from pathlib import Path
 from threading import Thread
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -307,8 +307,8 @@ def _parts(
     ahead = next(batches, None)
     while ahead is not None:
         with (
-            _Writer(out, f"train-{number:05d}", tokenizer.dtype) as train,
-            _Writer(out, f"validation-{number:05d}", tokenizer.dtype) as validation,
+            _Writer(out, f"train-{number:05d}", _dtype_of(tokenizer)) as train,
+            _Writer(out, f"validation-{number:05d}", _dtype_of(tokenizer)) as validation,
         ):
             while ahead is not None and train.tokens < shard_tokens:
                 batch, place = ahead
@@ -321,6 +321,11 @@ def _parts(
         write_file(_record(out, number), part.model_dump_json())
         yield part
         number += 1
+
+
+def _dtype_of(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
+    """Dtype in which shards have its ids."""
+    return "uint16" if tokenizer.size <= 1 << 16 else "uint32"
 
 
 class _Writer:
@@ -381,7 +386,7 @@ def _sidecar(out: Path, tokenizer: Tokenizer, parts: Sequence[Part]) -> Sidecar:
         write_file(out / LENGTHS, raw)
         lengths = hashlib.sha256(raw).hexdigest()
     return Sidecar(
-        dtype=tokenizer.dtype,
+        dtype=_dtype_of(tokenizer),
         vocabulary=tokenizer.size,
         tokenizer=tokenizer.sha256 if isinstance(tokenizer, FileTokenizer) else None,
         end=tokenizer.end,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,11 +39,6 @@ class Tokenizer(ABC):
     """SHA-256 of the tokenizer's file; for `Bytes` that of an empty one."""
     end: int | None = None
     """Token that ends a document."""
-
-    @property
-    def dtype(self) -> Literal["uint16", "uint32"]:
-        """Dtype in which shards have its ids."""
-        return "uint16" if self.size <= 1 << 16 else "uint32"
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:

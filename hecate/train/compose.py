@@ -222,7 +222,7 @@ def _apply(document: Document, overrides: list[_Override]) -> Document:
             raise ConfigError(f"set twice, {texts[subject]} and {item.text}", subject)
         texts[subject] = item.text
         value = _assign(value, item.path, (), item)
-        marks = _marks_of(value, marks) | dict.fromkeys(settings(item.value, item.path), item.text)
+        marks = _marks_of(value, marks) | dict.fromkeys([subject, *settings(item.value, item.path)], item.text)
     return Document(value, marks, document.label)
 
 

@@ -106,7 +106,8 @@ def short(value: Any) -> Any:
     if isinstance(value, BaseModel):
         # Not by `model_dump`: variants in fields are shortened as well.
         usual = {n: field.get_default(call_default_factory=True) for n, field in type(value).model_fields.items()}
-        settings = {name: short(setting) for name, setting in value if name != "kind" and setting != usual[name]}
+        fields = {name: getattr(value, name) for name in usual if name != "kind"}
+        settings = {name: short(setting) for name, setting in fields.items() if setting != usual[name]}
         kind = vars(value).get("kind")
         if kind is None:
             return settings

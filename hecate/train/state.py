@@ -24,7 +24,7 @@ from hecate.distributed import World, is_sharded
 from hecate.errors import CheckpointError, ConfigError, HecateError, did_you_mean, format_path, shorten
 from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
-from hecate.states import detach, leaves, stack, with_tensors
+from hecate.states import clone, detach, leaves, stack, with_tensors
 from hecate.states import rows as rows_of
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.compose import parse_path, settings
@@ -92,10 +92,10 @@ class Carried:
                     f"{where}: carried state {path!r} is {list(tensor.shape)} {tensor.dtype}, which is not of "
                     f"{rows.stop} rows of this model"
                 )
-        # copies: a model that changes its state must not change the checkpoint
-        ours = (saved[path][rows.start : rows.stop].to(device, copy=True) for path in wanted)
+        ours = (saved[path][rows.start : rows.stop].to(device) for path in wanted)
         whole, count = with_tensors(*pytree.tree_flatten(shape), ours), len(rows) // micros
-        self._states = [rows_of(whole, slice(first, first + count)) for first in range(0, len(rows), count)]
+        # copies: a model that changes its state must change neither the checkpoint nor the state of other rows
+        self._states = [clone(rows_of(whole, slice(first, first + count))) for first in range(0, len(rows), count)]
 
 
 def _check_names(where: str, what: str, here: Mapping[str, Any], there: Mapping[str, Any], why: str) -> None:

@@ -326,6 +326,14 @@ def test_halves_of_surrogate_pairs(tmp_path):
     assert documents_of(tmp_path / "out", "train") == ["a\ufffdb \U0001f600"]
 
 
+def test_a_tokenizer_of_a_users_may_have_a_dtype_of_its_own():
+    class Own(Bytes):
+        def __init__(self) -> None:
+            self.dtype = "int64"
+
+    assert Own().dtype == "int64"
+
+
 @pytest.mark.spec("DATA-TOKENIZER-D1", "DATA-TOKENIZER-D2", "DATA-TOKENIZER-D3")
 def test_a_tokenizer_of_bytes_writes_any_text(tmp_path):
     pytest.importorskip("tokenizers")

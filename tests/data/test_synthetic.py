@@ -186,6 +186,12 @@ def test_a_guess_scores_its_chance(task):
     assert abs(share - chance) < 5 * np.sqrt(chance * (1 - chance) / kept.sum())
 
 
+@pytest.mark.parametrize("task", [Copy, MQAR, Retrieval, MADRecall, MADNoisyRecall, MADFuzzyRecall, MADMemorization])
+def test_no_rows(task):
+    tokens, targets = task().sample(stream(0, "train", 0), 0)
+    assert tokens.shape == targets.shape == (0, task().length()) and tokens.dtype == targets.dtype == np.int64
+
+
 def test_impossible_sizes():
     for kind, fields, sentence in (
         (MQAR, {"num_pairs": 17, "seq_len": 64}, "^num_pairs: .*num_pairs=17.*seq_len >= 68"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import pickle
 from itertools import chain
 from typing import Literal
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from pydantic import Field
 
-from hecate.data import IGNORED, MQAR, Copy, DataConfig, Loader, Retrieval, Task, stream
+from hecate.data import IGNORED, MQAR, Copy, DataConfig, Loader, Retrieval, Task, TaskSource, stream
 from hecate.errors import ConfigError, DataError
 from hecate.train import Trainer, load_experiment
 from hecate.train.catalogue import catalogue
@@ -182,6 +184,23 @@ def test_examples_beyond_the_machine_are_refused_before_they_are_drawn(monkeypat
         ConfigError, match=r"examples: 16,777,216 of task 'copy': .* more than the 1 GiB .* data.examples"
     ):
         Copy(examples=1 << 24).load()
+
+
+class Noted(TaskSource):
+    """A source of a user's, with an argument of its own."""
+
+    def __init__(self, task: Task, note: str) -> None:
+        super().__init__(task)
+        self.note, self.fingerprint = note, self.fingerprint + note
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda source: pickle.loads(pickle.dumps(source))])
+def test_a_copy_of_a_source_keeps_all_that_it_had(copied):
+    source = Noted(Copy(examples=5), "seen")
+    source.train_batch(0, 0, 4, 32)
+    again = copied(source)
+    assert type(again) is Noted and (again.note, again.fingerprint) == (source.note, source.fingerprint)
+    assert torch.equal(again.train_batch(1, 2, 4, 32).tokens, source.train_batch(1, 2, 4, 32).tokens)
 
 
 def test_without_examples_a_fingerprint_is_what_it_was():

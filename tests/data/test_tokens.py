@@ -21,6 +21,7 @@ from hecate.data.shards import SIDECAR, read_sidecar
 from hecate.data.tokenize import tokenize
 from hecate.data.tokenizer import open_tokenizer, train_tokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError
+from hecate.states import leaves
 from hecate.train import Trainer, run_experiment
 from hecate.train.checkpoint import load_checkpoint, save_checkpoint
 from hecate.train.evaluate import evaluate, loss_by_position
@@ -172,6 +173,29 @@ def test_rows_go_on_with_their_state(folder):
     assert fresh.carried.tensors() == {} and not fresh.source.carries
 
 
+class Spiral(torch.nn.Module):
+    """A model of a user's, whose state is complex."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.into, self.turn = torch.nn.Embedding(size, 4), torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.out = torch.nn.Linear(4, size)
+
+    def forward(self, tokens, state=None, **_):
+        states = [torch.zeros(len(tokens), 4, dtype=torch.complex64) if state is None else state]
+        for x in self.into(tokens).unbind(1):
+            states.append(0.5 * self.turn * states[-1] + x)
+        return self.out(torch.stack(states[1:], 1).real), states[-1]
+
+
+@pytest.mark.spec("DATA-TOKENS-D3")
+def test_gradients_end_with_the_batch_in_a_complex_state(folder):
+    torch.set_default_dtype(torch.float32)
+    config = tiny(data={"kind": "tokens", "path": str(folder), "state": "carry"}, budget={"seq_len": 16})
+    trainer = Trainer(config, model=Spiral(config.data.vocabulary()))
+    assert all(math.isfinite(trainer.train_step().loss) for _ in range(3))
+
+
 CARRYING = {
     "memory": {},
     "levels": {"levels": LEVELS, "conv_kernel": 4},
@@ -221,6 +245,8 @@ def test_carried_states_by_rows(folder):
         part.load(same, model, range(1, 3), CPU, "x", micros=2)
         near(part.tensors(), {name: leaf[1:3] for name, leaf in same.items()})
         y = model(tokens, whole, reset_mask=mask)[0]
+        held = [leaf for micro in range(2) for leaf in leaves(part.arguments(micro)).values()]
+        assert len({leaf.untyped_storage().data_ptr() for leaf in held}) == len(held)  # aligned as in a new run
         for micro in range(2):
             row = slice(micro + 1, micro + 2)
             near(model(tokens[row], *part.arguments(micro), reset_mask=mask[row])[0], y[row])

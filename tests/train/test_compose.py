@@ -116,6 +116,13 @@ def test_a_kind_and_its_fields_may_be_set_in_any_order(load, turn):
     assert load("", *texts).data == Retrieval(queries=2)
 
 
+@pytest.mark.spec("TRAIN-COMPOSE-D3")
+def test_an_unknown_kind_is_where_it_was_asked_for(load):
+    for text in ("data: mqar", "data:\n  kind: mqar", "seed: 1"):
+        with pytest.raises(ConfigError, match=r"data: unknown data kind 'nope'.*\[--set data.kind=nope\]$"):
+            load(text, "data.kind=nope")
+
+
 @pytest.mark.spec("NN-MEM-D3", "TRAIN-COMPOSE-D3", "TRAIN-COMPOSE-I1")
 def test_qk_norm_left_out_is_the_rules(load):
     for text, overrides, norm in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from functools import cached_property
 from typing import Literal
 
 import pytest
@@ -117,10 +118,16 @@ def test_users_variants_have_pages_too():
         kind: Literal["steep_of_a_test"] = "steep_of_a_test"
         slope: float = 2.0
 
+        @cached_property
+        def table(self) -> list[float]:
+            return [self.slope]
+
+    steep = Steep(slope=3.0)
     try:
         text, table, example = variant_page("bias", "steep_of_a_test")
         assert text.startswith("steep: 2 |u|^2") and table[1][0][:3] == ["slope", "number", "2.0"]
         assert example == "bias: steep_of_a_test"
+        assert steep.table == [3.0] and short(steep) == {"kind": "steep_of_a_test", "slope": 3.0}  # not what it keeps
     finally:
         del Bias._registry["steep_of_a_test"]
 
