@@ -309,9 +309,14 @@ def seeded(generator: torch.Generator | None) -> torch.Generator:
     return torch.Generator().manual_seed(0) if generator is None else generator
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """float32 or better: the dtype in which phases, norms and exponentials are evaluated."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def widened(x: Tensor, *operands: Tensor) -> Tensor:
-    """x in float32, or better if it or an operand is: so phases, norms and exponentials are evaluated."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    """x in its `compute_dtype`, or better if an operand is."""
+    dtype = compute_dtype(x)
     for operand in operands:
         dtype = torch.promote_types(dtype, operand.dtype)
     return x.to(dtype)
