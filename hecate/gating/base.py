@@ -4,6 +4,7 @@ token to token, with masks and resets: the value before, sums and maxima."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -205,3 +206,10 @@ def _doubling_scan(
         gate = torch.cat([head[1], chain(gate[:, step:], gate[:, :-step])], 1)
         step *= 2
     return join(added, state.unsqueeze(1).to(added.dtype), gate)
+
+
+def __getattr__(name: str) -> Any:
+    """Heads, which pickles of before name here."""
+    if name not in ("Head", "Heads"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("hecate.gating"), name)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -142,7 +143,8 @@ def _weights(layer: Any) -> dict[str, Tensor]:
     for name, paths in _PATHS.items():
         for path in () if name in weights else paths:
             with suppress(AttributeError):
-                weights[name] = layer.get_parameter(path)
+                weight = attrgetter(path)(layer)  # which may be no parameter, or None
+                weights.update({} if weight is None else {name: weight})
         if name not in weights and name not in _OPTIONAL:
             raise AttributeError(f"it has no {' or '.join(paths)}")
     return weights

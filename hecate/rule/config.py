@@ -542,10 +542,16 @@ class NamedRule(NamedTuple):
 
 class Rules(UserDict[str, NamedRule]):
     """The rules of `rules.yaml` by name. The file is read when one is first asked for, and each rule is made when it is
-    first needed: to make all of them, with checks and traced formulas, would take half of the time of an import."""
+    first needed: to make all of them, with checks and traced formulas, would take half of the time of an import. A rule
+    may be stored as a function without arguments, too, which makes it then."""
 
-    def __init__(self) -> None:
-        """Reads nothing yet."""
+    def __init__(self, rules: Mapping[str, Any] | None = None) -> None:
+        """Reads nothing yet, or has other rules."""
+        if rules is not None:
+            super().__init__(rules)
+
+    def __copy__(self) -> Rules:
+        return Rules(self.data)
 
     @cached_property
     def data(self) -> dict[str, Any]:  # type: ignore[override]
@@ -563,6 +569,8 @@ class Rules(UserDict[str, NamedRule]):
         rule = self.data[name]
         if isinstance(rule, dict):
             self.data[name] = rule = NamedRule(**{**rule, "config": MemoryConfig(**rule["config"])})
+        elif not isinstance(rule, NamedRule):
+            self.data[name] = rule = rule()
         return rule
 
 

@@ -294,8 +294,9 @@ def application(
 
 async def _refusal(http: Http, error: Any) -> Response:
     """The answer to a refused request, also to one of a path or a method that there is none of."""
-    unserved = f"{http.method} {shorten(http.url.path)} is not served; docs/pages/serve.md lists what is"
-    text, code = error.detail if isinstance(error, _Refused) else unserved, error.status_code
+    text, code = error.detail, error.status_code
+    if not isinstance(error, _Refused):
+        text = f"{http.method} {shorten(http.url.path)} is not served; docs/pages/serve.md lists what is"
     kind = "server_error" if code >= 500 else "rate_limit_error" if code == 429 else "invalid_request_error"
     return JSONResponse(problem(text, kind), code, error.headers)
 

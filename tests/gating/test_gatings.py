@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, Literal
 
 import numpy as np
@@ -344,3 +345,9 @@ def test_tensors_of_a_user_s_gating_beyond_the_limit_are_refused(what, monkeypat
     said = "'state of wide' would" if what == "state_shapes" else "'wide' would"
     with pytest.raises(ConfigError, match=f"{said} be a tensor .* more than the limit .* gating 'wide_of_a_user'"):
         Memory(8, 2, MemoryConfig(gating=Wide()))
+
+
+def test_pickles_of_before_find_their_heads():
+    config = named_rule("gated_delta_2")
+    before = pickle.dumps(config, 0).replace(b"hecate.gating.heads", b"hecate.gating.base")
+    assert before != pickle.dumps(config, 0) and pickle.loads(before) == config

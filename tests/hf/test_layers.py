@@ -239,6 +239,10 @@ def _adapted(layer: Any) -> None:
     layer.q_proj.lora = nn.Linear(2, 2)
 
 
+def _made_of_others(layer: Any) -> None:
+    nn.utils.parametrizations.weight_norm(layer.o_proj)
+
+
 def _another_gate(layer: Any) -> None:
     layer.o_norm.activation = "gelu"
 
@@ -251,6 +255,7 @@ BROKEN: dict[str, Any] = {
     r"q_proj.weight is quantised to torch.int8": _quantised,
     r"conv1d.weight is on the meta device": lambda layer: layer.conv1d.to("meta"),
     r"q_proj.lora.weight has no place in a memory": _adapted,
+    r"o_proj.parametrizations.weight.original0 has no place in a memory; merge": _made_of_others,
     r"hidden_act='relu' of KimiLinearDeltaAttention": lambda layer: setattr(layer, "activation", "relu"),
     r"output gate of KimiLinearDeltaAttention is 'gelu'": _another_gate,
     r"not laid out as one of those known: .*b_proj": _another_build,
@@ -263,6 +268,15 @@ def test_layers_that_no_memory_is_are_refused():
         BROKEN[words](layer)
         with pytest.raises(ConfigError, match=words):
             from_layer(layer)
+
+
+def test_a_weight_may_be_no_parameter():
+    layer = copy.deepcopy(linear(model_of("kimi_linear")))
+    weight = layer.o_proj.weight.detach()
+    del layer.o_proj.weight
+    layer.o_proj.weight = weight
+    memory = from_layer(layer)
+    assert torch.equal(memory.out.weight, weight) and not memory.out.weight.requires_grad
 
 
 def rebuilt(memory: Memory, options: dict[str, Any] | None = None, rule: Any = None, **changes: Any) -> Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -12,7 +13,8 @@ from hecate import Gates, MemoryState, memory_scan, named_rule
 from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
 from hecate.retention import Sphere
-from hecate.rule import RULES
+from hecate.rule import RULES, MemoryConfig, NamedRule
+from hecate.rule.config import Rules
 from hecate.structure import MLP
 from hecate.testing import check_rule
 from tests.memories import close
@@ -199,3 +201,10 @@ def test_a_long_name_is_cut():
     with pytest.raises(ConfigError, match=r"^unknown rule 'x+\.\.\.x+'\. Known: ") as caught:
         named_rule("x" * 10_000)
     assert len(str(caught.value)) < 600
+
+
+def test_rules_are_copied_joined_and_may_be_made_late():
+    rules = copy.copy(Rules())  # of which none was read
+    rules["mine"] = lambda: NamedRule(MemoryConfig(chunk=3), "none")
+    assert rules["mine"].config.chunk == 3 and rules["mine"] is rules["mine"]
+    assert "mine" not in RULES and set(RULES | rules) == {*RULES, "mine"} and RULES.copy() == RULES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -217,6 +218,21 @@ def test_bad_bodies_hosts_and_routes(server):
     assert scheduler.running == scheduler.waiting == 0
     rows = dict(line.split() for line in httpx.get(f"{url}/metrics").text.splitlines())
     assert int(rows["hecate_tokens_total"]) == scheduler.counts["tokens"] and rows["hecate_waiting"] == "0"
+
+
+@pytest.mark.spec("SERVE-HTTP-D2")
+def test_a_refusal_needs_no_readable_address(server):
+    sent: list[Any] = []
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"\xff", "headers": []}
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(application(server[0], TEXTS)(scope, receive, send))
+    assert sent[0]["status"] == 403 and b"names of this machine" in sent[1]["body"]
 
 
 @pytest.mark.spec("SERVE-HTTP-D2")
