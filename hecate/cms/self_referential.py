@@ -365,7 +365,7 @@ class SelfReferential(MemoryLayer):
             self.feature_memory = FeatureMemory(d_model, heads, inner, d_key=width, learned_initial=True, **place)
         self.hold_output(d_model, heads, width, output_gate, **place)
         if self.into.weight.device.type != "meta":
-            self.reset_parameters(generator)
+            MemoryLayer.reset_parameters(self, generator)  # not a subclass's, which has parameters of its own to come
 
     def _first_and_rule(self) -> tuple[nn.Linear, Any]:
         return self.into, self.boxes

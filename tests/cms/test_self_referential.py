@@ -481,3 +481,18 @@ def test_any_retention_starts_where_it_says(retention):
     weights = knob.weights(knob.start(boxes.initial["q"].tensors["weight"]))
     answer = torch.einsum("hvp,bthp->bthv", weights, phi)
     near(boxes.read_static(phi)["q"], answer, 1e-12)
+
+
+def test_a_subclass_draws_its_own_parameters_once_it_has_them():
+    class Scaled(SelfReferential):
+        def __init__(self):
+            super().__init__(8, 2)
+            self.scale = torch.nn.Linear(8, 8)
+
+        def reset_parameters(self, generator=None):
+            super().reset_parameters(generator)
+            torch.nn.init.ones_(self.scale.weight)
+
+    layer = Scaled()
+    layer.reset_parameters(seeded(0))
+    assert bool((layer.scale.weight == 1).all())

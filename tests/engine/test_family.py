@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hecate import MemoryConfig, NonFiniteError
+from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan
 from hecate.bias import Bias, Yaad
 from hecate.engine import Engine, Plan, choose, explain
 from hecate.errors import ConfigError
@@ -220,6 +220,20 @@ def test_single_precision(row):
         assert got.dtype == loop.dtype == torch.float32
         error, own = (float((item.detach().double() - expected.detach()).norm()) for item in (got, loop))
         assert error <= 4 * own + 37 * torch.finfo(torch.float32).eps * min(size, float(expected.detach().norm()) + 1)
+
+
+@pytest.mark.spec("ENG-NUM-I2", "ENG-NUM-D8")
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_values_narrower_than_a_vector_under_momentum_in_single_precision(width):
+    config, draw = MemoryConfig(bias="huber", algorithm="momentum", retention="decay"), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 30, 2, size, generator=draw, dtype=torch.float32) / 3 for size in (8, 8, width))
+    leaves, gates = [item.requires_grad_() for item in (q, k, v)], Gates(lr=0.3, retain=0.9, momentum=0.5)
+    ours, theirs = (
+        torch.autograd.grad(memory_scan(config, *leaves, gates, engine=engine)[0].square().sum(), leaves)
+        for engine in ("compiled", "sequential")
+    )
+    for got, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 # What has no form.

@@ -8,7 +8,7 @@ go together, so that what they share is loaded once; what rows add up to (for ke
 from __future__ import annotations
 
 from hecate.engine.cpu.parts import inner, plus
-from hecate.engine.cpu.passes import added, dots, product
+from hecate.engine.cpu.passes import dots, dots_more, product
 from hecate.engine.cpu.vectors import (
     FOUR, ONE, ROWS, add, call, copy, fill, filled, get, helper, inline, load, load_rows, mad, mul, out_of_line, part,
     per_vector, put, store, store_rows, sums, times, zeros,
@@ -143,8 +143,7 @@ def write_back(rule, do, undo, given, at, v, A, S, C, near, own, record, rows, t
     # d = D' w for the cotangent D' = G' + H of D, with G' = G + gy q^T where reads see what is written.
     _predicted(G, V, P, w, gu)
     if rule.moving:
-        _predicted(H, V, P, w, gp)
-        added(gp, o, gu, o, V)
+        dots_more(H, o, V, P, w, o, gu, o)  # four rows at a time: whole vectors would go on into what lies behind
     along = _queries(rule, q, w, rp, asked, late)
     none, gm = filled(load(u, 0, FOUR), 0.0), l - l
     by_l, by_read = none, none
