@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hecate.cms.config import CMSConfig, LevelConfig
-from hecate.errors import HealthWarning, ShapeError, StabilityWarning
+from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning
 from hecate.nn import LayerState, Memory
 from hecate.nn.rule import ScanArguments, features_of
 from hecate.rule import memory_weights
@@ -85,8 +85,11 @@ def write_strength(asked: ScanArguments, tokens: Sequence[int] | None = None, *,
         later: number of tokens after which they are measured again.
 
     Raises:
+        ConfigError: several writes per token.
         ShapeError: a token whose write cannot be followed.
     """
+    if asked.config.writes != 1:
+        raise ConfigError(f"write_strength takes one write per token, got writes={asked.config.writes}; pass asked.each_write()")
     lag, length = reading_lag(asked), asked.v.shape[1]
     chosen = places(asked, later=later) if tokens is None else list(tokens)
     if not chosen:

@@ -82,6 +82,13 @@ def test_a_scan_of_nothing(name, shape, autodiff):
 
 
 @pytest.mark.spec("ENG-SCAN-I2")
+def test_keys_of_no_numbers():
+    keys = torch.zeros(1, 20, 1, 0)
+    y, _ = memory_scan(MemoryConfig(bias="huber"), keys, keys, torch.randn(1, 20, 1, 3))
+    assert not y.any()
+
+
+@pytest.mark.spec("ENG-SCAN-I2")
 def test_a_step_of_no_sequences():
     x = torch.randn(0, 2, 3).requires_grad_()
     for fields in CONFIGS.values():

@@ -39,7 +39,7 @@ FAULTS = [
         "tests/engine/test_compiled.py",
         ("plain", "by_q, by_m = mad(m, by_s, by_q), mad", "by_q, by_m = by_q, mad"),
         ("plain", "copy(q, asked)", "fill(asked, 0.0)"),
-        ("plain", "added(gp, o, gu, o, V)", "added(gp, o, gu, o, V - 4)"),
+        ("plain", "dots_more(H, o, V, P, w, o, gu, o)", "dots_more(H, o, V - 4, P, w, o, gu, o)"),
         ("rows", "range(0, {first}.size, size)", "range(0, n, size)"),
         ("walk", "part(GS, m, rule.moving * cells) if", "part(GS, n, rule.moving * cells) if"),
         ("walk", "gr[at] += grv[0]", "gr[at] = grv[0]"),

@@ -12,7 +12,7 @@ import yaml
 
 import hecate
 from hecate.cms.health import reading_lag, write_strength
-from hecate.errors import ShapeError
+from hecate.errors import ConfigError, ShapeError
 from hecate.nn import Memory
 from hecate.rule.config import RULES, MemoryConfig
 
@@ -138,6 +138,12 @@ def test_strength_is_that_of_the_formula():
     with pytest.raises(ShapeError, match="below 28"):
         write_strength(asked, [28])
     assert write_strength(asked.between(0, 30, None)) is None
+
+
+def test_several_writes_of_a_token_are_to_be_told_apart():
+    asked = Memory(8, 2, "delta_product").asked(torch.randn(1, 70, 8))[0]
+    with pytest.raises(ConfigError, match=r"one write per token, got writes=2; pass asked.each_write"):
+        write_strength(asked)
 
 
 def test_a_memory_that_is_printed_dead_is_dead():

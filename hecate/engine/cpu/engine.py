@@ -106,6 +106,8 @@ def no_kernels(plan: Plan, module: str) -> str | None:
         return f"its kernels run on the CPU, the tensors are on {plan.device}"
     if plan.dtype not in (torch.float32, torch.float64):
         return f"its kernels are for float32 and float64, the state is {plan.dtype}"
+    if not plan.shape[-1]:
+        return "its kernels take keys of at least one number"
     if plan.traced and (reason := untold(plan.config)) is not None:
         return reason
     missing = not NUMBA if plan.traced else load_kernels(module) is None  # not traceable
