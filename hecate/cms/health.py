@@ -89,7 +89,8 @@ def write_strength(asked: ScanArguments, tokens: Sequence[int] | None = None, *,
         ShapeError: a token whose write cannot be followed.
     """
     if asked.config.writes != 1:
-        raise ConfigError(f"write_strength takes one write per token, got writes={asked.config.writes}; pass asked.each_write()")
+        got = f"got writes={asked.config.writes}; pass asked.each_write()"
+        raise ConfigError(f"write_strength takes one write per token, {got}")
     lag, length = reading_lag(asked), asked.v.shape[1]
     chosen = places(asked, later=later) if tokens is None else list(tokens)
     if not chosen:
