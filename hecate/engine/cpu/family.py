@@ -326,10 +326,9 @@ class Walk:
         self.by_channel = tokens.retain.dim() > tokens.lr.dim()
         self.segment = max(LEAST, math.isqrt(self.length))
         self.route = route_of and route_of(config.structure, self.shapes, self.channels, vector, config.forms.acts)
-        self.row, self.record = 0, 2 * self.height
+        self.row, self.record, full = 0, 2 * self.height, self.height % vector == 0
         if self.route is None:
             values = tokens.retain_value is not None
-            full = self.height % vector == 0
             self.parts = parts_of(config, channels=self.by_channel, values=values, wide=wide, vectors=full)
         else:
             self.row, self.record = self.route.row, 2 * self.route.row + self.height
@@ -338,8 +337,7 @@ class Walk:
         self.linked = self.parts.link.name != "no_link"
         self.blocks = 1
         if self.parts.plain and config.forms.apart and not self.gains:
-            unit = vector if self.height % vector == 0 else ROWS
-            block = block_of(self.height, unit, self.width * first.itemsize)
+            block = block_of(self.height, vector if full else ROWS, self.width * first.itemsize)
             self.layout = layout_of(self.shapes, vector, block)
             self.cells, self.height = self.layout.cells, whole(self.values, block)
             self.blocks, self.record = self.height // block, 2 * block
