@@ -216,7 +216,7 @@ class TaskSource(Source):
             check_room(size, f"examples: {task.examples:,} of task {task.kind!r}", "lower data.examples")
         fresh = {"examples"} if task.examples is None else None  # the fingerprint stays as before there was this field
         self.fingerprint = hashlib.sha256(task.model_dump_json(exclude=fresh).encode()).hexdigest()
-        self.__setstate__({})
+        self._make_caches()
 
     def __getstate__(self) -> dict[str, Any]:
         caches = "_examples", "_order"  # they are of this process
@@ -224,6 +224,9 @@ class TaskSource(Source):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._make_caches()
+
+    def _make_caches(self) -> None:
         # Stream 0 draws the examples, stream e + 1 the order of epoch e. A batch may end one epoch and begin the next.
         task, count = self.task, self.task.examples or 0
         self._examples = lru_cache(1)(lambda seed: task.sample(stream(seed, "train", 0), count))
