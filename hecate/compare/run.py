@@ -89,6 +89,7 @@ class _Work:
     lock: int
     known: dict[str, Row] = field(default_factory=dict)
     data: dict[str, tuple[str, str]] = field(default_factory=dict)
+    now: dict[str, str] = field(default_factory=dict)
     running: dict[subprocess.Popen[bytes], _Job] = field(default_factory=dict)
 
     def results(self, jobs: Sequence[_Job], at_once: int) -> list[Row]:
@@ -99,6 +100,8 @@ class _Work:
         waiting = deque(job for job in jobs if not self._done(job))
         for job in jobs:
             self._check_data(job)
+        for job in waiting:
+            self._check_data(job, anew=True)
         began, missing, done = time.monotonic(), len(waiting), 0
         try:
             while waiting or self.running:
@@ -157,12 +160,13 @@ class _Work:
         with stored(path, "delete it and its run is finished anew"):
             return _check_result(read_json(read_whole(path)))
 
-    def _check_data(self, job: _Job) -> None:
-        """Refuses a run on other data than one before it with the same settings: their losses cannot be compared."""
-        found = self._read_result(job).get("data_sha256")  # older results have none
-        if found is None:
-            return
-        before, name = self.data.setdefault(job.config.data.model_dump_json(), (found, job.name))
+    def _check_data(self, job: _Job, *, anew: bool = False) -> None:
+        """Refuses a run on other data than one before it with the same settings; `anew` looks once at those of now."""
+        asked = job.config.data.model_dump_json()
+        if anew and asked in self.data and asked not in self.now:
+            self.now[asked] = job.config.data.load().fingerprint
+        found = self.now.get(asked) if anew else self._read_result(job).get("data_sha256")  # older results have none
+        before, name = (None, "") if found is None else self.data.setdefault(asked, (found, job.name))
         if found != before:
             raise ConfigError(
                 f"the data changed between the runs of cells {name} and {job.name}, so that their losses are not of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,7 +280,7 @@ def test_a_run_that_ends_without_a_finite_loss_has_diverged(base: str, tmp_path:
 
 
 @pytest.mark.spec("COMPARE-RESUME-D1", "COMPARE-PAIR-D1")
-def test_runs_on_data_that_changed_are_not_compared(tmp_path: Path):
+def test_runs_on_data_that_changed_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = tmp_path / "text.txt"
     (tmp_path / "base.yaml").write_text(TINY.replace(
         "{kind: mqar, vocab_size: 16, num_pairs: 2, seq_len: 8}", f"{{kind: text, paths: [{text}]}}"
@@ -290,6 +291,11 @@ def test_runs_on_data_that_changed_are_not_compared(tmp_path: Path):
         text.write_text(f"text {number} and another " * 40)
         runs.run(cell.at(0, 1), out / "runs" / cell.folder / seed, positions=0)
     told = f"^the data changed between the runs of cells memory=delta, {seed} and memory=gated_delta, {seed}, so"
+    with pytest.raises(ConfigError, match=told):
+        runs.compare(cells, out, budget=Budget(steps=1), seeds=1)
+    shutil.rmtree(out / "runs" / cells[1].folder)  # before it is trained anew, for hours
+    monkeypatch.setattr(runs._Work, "_start", lambda *_: pytest.fail("a run began"))
+    text.write_text("text 2 and another " * 40)
     with pytest.raises(ConfigError, match=told):
         runs.compare(cells, out, budget=Budget(steps=1), seeds=1)
 
