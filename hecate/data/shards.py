@@ -22,9 +22,9 @@ from pydantic import Field
 
 from hecate.checks import Count
 from hecate.data.base import Split
-from hecate.data.tokenizer import MOST, Bytes, FileTokenizer, Tokenizer
+from hecate.data.tokenizer import MOST, MOST_BYTES, Bytes, FileTokenizer, Tokenizer
 from hecate.errors import ConfigError, DataError
-from hecate.files import read_file, reading
+from hecate.files import read_file, reading, refuse_pipe
 from hecate.variant import Config, read_json
 
 FORMAT, VERSION = "hecate-tokens", 1
@@ -117,7 +117,7 @@ def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:
     if sidecar.tokenizer is None:
         return Bytes()
     with reading(path):
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, MOST_BYTES).decode()
     if hashlib.sha256(text.encode()).hexdigest() != sidecar.tokenizer:
         raise DataError(f"{path} is not the tokenizer that the shards beside it were made with; put that back")
     return FileTokenizer(text, str(path))
@@ -145,6 +145,7 @@ class TokenFile(NamedTuple):
 
 def _check_size(path: Path, needed: int) -> None:
     with reading(path):
+        refuse_pipe(path)
         size = path.stat().st_size
     if size != needed:
         what = "is cut off" if size < needed else "has grown"
@@ -162,8 +163,8 @@ def files_of(folder: Path, sidecar: Sidecar, split: Split) -> list[TokenFile]:
 
 def nanogpt_file(path: Path) -> TokenFile:
     """A `.bin` file of uint16 tokens, with nanoGPT's header or without one. [DATA-SHARD-D4]"""
-    with reading(path, ""), path.open("rb") as file:
-        size, head = path.stat().st_size, file.read(12)
+    with reading(path, "put a regular file there"):
+        size, head = path.stat().st_size, read_file(path, 12)
     whole = np.frombuffer(head[: len(head) // 4 * 4], dtype="<i4").tolist()
     magic, version, count = (*whole, 0, 0, 0)[:3]
     if magic == OTHER_MAGIC:
@@ -289,8 +290,10 @@ def _close(handles: dict[Path, int]) -> None:
 
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file."""
-    with reading(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with reading(path):
+        refuse_pipe(path)
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hashes_of(folder: Path, sidecar: Sidecar) -> dict[Path, str]:

@@ -342,6 +342,7 @@ def _join_blocks(path: Path, content: ShardedContent) -> dict[str, Tensor]:
 @contextmanager
 def _open_tensors(file: Path) -> Iterator[Any]:
     try:
+        files.refuse_pipe(file)
         with safe_open(file, framework="pt") as opened:
             yield opened
     except FileNotFoundError:

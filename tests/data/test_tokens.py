@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 from itertools import pairwise
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from hecate.cli import app
 from hecate.data import IGNORED, Batch, Copy, Loader, Text, Tokens
-from hecate.data.shards import SIDECAR, read_sidecar
+from hecate.data.shards import SIDECAR, TOKENIZER, file_sha256, read_sidecar
 from hecate.data.tokenize import tokenize
 from hecate.data.tokenizer import open_tokenizer, train_tokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError
@@ -345,6 +346,31 @@ def test_nanogpt_folders(tmp_path):
     assert result.score.value("perplexity") == pytest.approx(math.exp(result.score.loss))
     assert (tmp_path / "run" / "samples.txt").read_text().split("\n")[1].split()[0].isdigit()
     assert CliRunner().invoke(app, ["generate", str(tmp_path / "run")]).exit_code == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("made", ["nanogpt", "tokenizer", "starts"])
+def test_a_pipe_among_the_files_is_not_waited_for(words, tmp_path, made):
+    whole = shutil.copytree(words, tmp_path / "whole")
+    nanogpt(tmp_path / "train.bin", np.arange(300) % 50)
+    pipe = {"nanogpt": tmp_path / "val.bin", "tokenizer": whole / TOKENIZER, "starts": next(whole.glob("*starts*"))}
+    pipe[made].unlink(missing_ok=True)
+    os.mkfifo(pipe[made])
+    with pytest.raises(DataError, match=f"cannot read .*{pipe[made].name}: it is a pipe or a device"):
+        if made == "nanogpt":
+            of(tmp_path, vocab_size=50, documents="ignore").load()
+        of(whole).tokenizer()
+        of(whole).load()
+    with pytest.raises(DataError, match="it is a pipe or a device"):
+        file_sha256(pipe[made])
+
+
+def test_a_tokenizer_with_line_ends_of_windows_opens_with_its_shards(words, tmp_path):
+    jsonl(tmp_path / "a.jsonl", texts(20))
+    given = tmp_path / "t.json"
+    given.write_bytes((words / TOKENIZER).read_bytes().replace(b"\n", b"\r\n"))
+    tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer=str(given), validation=0.2)
+    assert of(tmp_path / "out").tokenizer().sha256 == open_tokenizer(given).sha256
 
 
 def test_folders_that_do_not_fit(folder, words, tmp_path):

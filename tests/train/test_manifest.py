@@ -12,7 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from hecate.errors import CheckpointError
 from hecate.train import Checkpoint, Trainer, load_checkpoint, newest_checkpoint, open_run, save_checkpoint
-from hecate.train.checkpoint import SHARDED, _digest, best_checkpoint, describe_file, manifest_text, summary
+from hecate.train.checkpoint import (
+    SHARDED,
+    _digest,
+    _open_tensors,
+    best_checkpoint,
+    describe_file,
+    manifest_text,
+    summary,
+)
 from hecate.train.config import ExperimentConfig
 
 from .common import TINY_MODEL, same_bits, tiny
@@ -249,6 +257,8 @@ def test_a_pipe_is_not_waited_for(saved, name):
     (saved / name).unlink()
     os.mkfifo(saved / name)
     refused(saved, f"{name} is not a regular file; delete")
+    with pytest.raises(CheckpointError, match="it is a pipe or a device"), _open_tensors(saved / name):
+        pass  # one that came after the check
 
 
 @pytest.mark.spec("CKPT-WRITE-D2")
