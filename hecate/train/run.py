@@ -118,6 +118,8 @@ def run_experiment(
         torch.manual_seed(config.seed)
         shown.doing(f"loading data ({config.data.kind}) and building the model")
         trainer = Trainer(config, source=source, model=model, world=world)
+        if trainer.source.metric != "accuracy":
+            trainer.prompt()  # now, as the first sample may come after days of training
 
         def open_writer() -> None:
             check_loggers(config.asked_loggers())

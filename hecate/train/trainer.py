@@ -18,7 +18,7 @@ from hecate.distributed import World, adapt, copied, gathered, is_sharded, shard
 from hecate.distributed.context import Context, piece, share, sum_gradients, unshare
 from hecate.distributed.shard import materialise, part_of_step, settle
 from hecate.engine import check_exact
-from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError, faults_at, faults_under
+from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError, faults_at, faults_under, shorten
 from hecate.late import forget, holding, look
 from hecate.models import LanguageModel
 from hecate.nn import Memory
@@ -223,14 +223,19 @@ class Trainer:
         with self.whole_sequences():
             if self.source.metric == "accuracy":
                 return solved_example(self.model, self.source, self.config.seq_len, self.device)
-            how, tokenizer = self.config.sample, self.tokenizer
-            if tokenizer is None:
-                prompt = next(iter(self.source.validation_batches(1, 1, 1))).tokens[0].tolist()
-            else:
-                prompt = tokenizer.encode([how.prompt or "\n"])[0].tolist()
+            how, tokenizer, prompt = self.config.sample, self.tokenizer, self.prompt()
             choice: dict[str, Any] = {"temperature": how.temperature, "generator": seeded(self.config)}
             ids = [*prompt, *generate(self.model, prompt, how.tokens, device=self.device, **choice)]
         return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+    def prompt(self) -> list[int]:
+        """The ids that a sampled text goes on from: those of its prompt, or where that has none a token of the data.
+        Raises `DataError` for a prompt that the model cannot read."""
+        asked, tokenizer, size = self.config.sample.prompt, self.tokenizer, self.config.data.vocabulary()
+        ids: list[int] = [] if tokenizer is None else tokenizer.encode([asked or "\n"])[0].tolist()
+        if max(ids, default=0) >= size:
+            raise DataError(f"sample.prompt {shorten(asked)} has token {max(ids)}, and the model knows {size}")
+        return ids or next(iter(self.source.validation_batches(1, 1, 1))).tokens[0].tolist()
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:

@@ -373,6 +373,27 @@ def test_a_tokenizer_with_line_ends_of_windows_opens_with_its_shards(words, tmp_
     assert of(tmp_path / "out").tokenizer().sha256 == open_tokenizer(given).sha256
 
 
+@pytest.mark.parametrize(("prompt", "told"), [
+    ("def ", "sample.prompt 'def ' has token .*, and the model knows 50"), ("\ud83d", "is not UTF-8"), ("", None),
+])  # fmt: skip
+def test_a_prompt_that_no_sample_can_begin_with_is_told_before_training(words, tmp_path, prompt, told):
+    tokenizers = pytest.importorskip("tokenizers")
+    nanogpt(tmp_path / "x.bin", np.arange(900) % 50)
+    spaced = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    spaced.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # of white space it makes no token
+    spaced.save(str(tmp_path / "t.json"))
+    file = words / TOKENIZER if told else tmp_path / "t.json"
+    data = {"kind": "tokens", "path": str(tmp_path / "x.bin"), "documents": "ignore", "vocab_size": 50}
+    data |= {"validation": 0.2, "tokenizer_file": str(file)}
+    config = tiny(data=data, budget={"steps": 1, "seq_len": 8}, sample={"prompt": prompt, "tokens": 2})
+    if told is None:
+        assert run_experiment(config, tmp_path / "run").status == "finished"
+        return
+    with pytest.raises(DataError, match=told):
+        run_experiment(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_folders_that_do_not_fit(folder, words, tmp_path):
     with pytest.raises(DataError, match="are of another tokenizer than those of"):
         of(words, validation=str(folder)).load()
