@@ -147,6 +147,14 @@ def test_a_long_text_comes_in_pieces_that_are_decoded_a_few_times_each():
     assert "".join(cutter.add(token) for token in [*tokens, *b"p, not this"]) == text and cutter.ended
 
 
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_a_long_stop_costs_no_more_than_the_text():
+    start = time.process_time()
+    cutter = Cutter(TEXTS, ("a" * 300_000,) * 4)
+    assert "".join(map(cutter.add, [*b"aab" * 20, None])) == "aab" * 20
+    assert time.process_time() < start + 5
+
+
 BODIES = [
     ({}, "prompt must be one text"), ({"prompt": ""}, "prompt must be"), ({"prompt": ["a", "b"]}, "prompt must be"),
     ({"prompt": [1, True]}, "prompt must be"), ({"prompt": [999]}, "tokens must be in 0..255"),
