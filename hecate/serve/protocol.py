@@ -233,7 +233,8 @@ class Cutter:
         if places:
             self.ended, text = True, text[: min(places)]
         elif token is not None:
-            text = text.removesuffix("\ufffd")  # a character whose last bytes may follow
+            for _ in range(3):  # a character whose last bytes may follow, for some tokenizers each of them one of these
+                text = text.removesuffix("\ufffd")
             tail = text[len(self._shown) :]  # what was shown before begins no stop
             overlaps = (
                 n for stop in self._stops for n in range(1, min(len(stop), len(tail) + 1)) if tail.endswith(stop[:n])

@@ -148,6 +148,23 @@ def test_a_long_text_comes_in_pieces_that_are_decoded_a_few_times_each():
 
 
 @pytest.mark.spec("SERVE-HTTP-D1")
+def test_characters_of_tokenizers_that_fall_back_to_bytes():
+    """They decode an incomplete character to as many U+FFFD as it has bytes, and those after which it comes, too."""
+
+    def decode(tokens: Any) -> str:
+        try:
+            return bytes(tokens).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(tokens)
+
+    cutter = Cutter(replace(TEXTS, decode=decode), ())
+    text = "\u6f22\u5b57\U0001f600"
+    assert "".join(map(cutter.add, [*text.encode(), None])) == text
+    cutter = Cutter(TEXTS, ())
+    assert "".join(map(cutter.add, [*b"a", *[0xFF] * 9, *b"b", None])) == "a" + "\ufffd" * 9 + "b"
+
+
+@pytest.mark.spec("SERVE-HTTP-D1")
 def test_a_long_stop_costs_no_more_than_the_text():
     start = time.process_time()
     cutter = Cutter(TEXTS, ("a" * 300_000,) * 4)
