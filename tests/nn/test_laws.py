@@ -207,6 +207,16 @@ def test_the_state_is_a_pytree_that_carries_gradients_and_detaches(name: str) ->
         assert layer(inputs(layer, length=40))[1].bytes == state.bytes
 
 
+@pytest.mark.spec("ATT-SLIDE-I4")
+@pytest.mark.parametrize("name", [name for name in MADE if name.startswith("sliding")])
+def test_tangents_pass_through_attention(name: str) -> None:
+    layer = layer_named(name)
+    x, way, weight = inputs(layer), inputs(layer, seed=3), inputs(layer, seed=4)
+    _, slope = torch.func.jvp(lambda x: layer(x)[0], (x,), (way,))
+    (back,) = torch.autograd.grad((layer(x.requires_grad_())[0] * weight).sum(), x)
+    near((slope * weight).sum(), (back * way).sum())
+
+
 @pytest.mark.spec("LIN-ATT-I6", "ATT-SLIDE-I4")
 @pytest.mark.parametrize(("name", "reentrant"), [*zip(FEW, cycle((False, True)), strict=False)])
 def test_inside_a_checkpoint(name: str, reentrant: bool) -> None:
