@@ -16,7 +16,7 @@ from hecate.cms import CMS
 from hecate.engine.features import L2_NORM
 from hecate.errors import CheckpointError, ConfigError
 from hecate.models import LanguageModel
-from hecate.nn import Memory
+from hecate.nn import Memory, PerformerAttention
 from hecate.nn.blocks import units
 from hecate.rule import MemoryConfig
 from hecate.tape import execute
@@ -273,6 +273,8 @@ def test_a_bias_of_a_user_without_derivatives_by_hand_is_refused_by_name(tmp_pat
     (lambda: LanguageModel({"vocab_size": 9, "d_model": 8, "heads": 2, "attention": {"kind": "attention"}}),
      "attention of .* steps through a sequence by itself"),
     (lambda: Memory(8, 2, "gated_mesa"), "Memory of .*readout=ridge: queries solve systems of equations"),
+    (lambda: PerformerAttention(8, 2), "PerformerAttention is no model and no layer with its width as `d_model`"),
+    (lambda: nn.Linear(8, 8), "Linear is no model and no layer"), (lambda: "model", "str is no model and no layer"),
 ])  # fmt: skip
 @pytest.mark.spec("ONNX-FILE-D1")
 def test_what_does_not_convert_is_refused_by_name(model, name, tmp_path):
