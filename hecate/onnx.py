@@ -27,7 +27,7 @@ from hecate.checks import expect_choice
 from hecate.engine import Call, as_loop, scan_answers, scan_arguments, to_tokens
 from hecate.errors import ConfigError, HecateError, install_line
 from hecate.files import expect_free, read_whole, write_file, written_folder
-from hecate.models import LanguageModel
+from hecate.models import LanguageModel, LinearTransformer
 from hecate.nn.memory import rule_repr
 from hecate.readout import Ridge
 from hecate.retention import Decay, NoRetention
@@ -112,17 +112,23 @@ def export_onnx(
     both files are run in ONNX Runtime at other sizes than they were traced with, and compared with torch.
 
     Args:
-        model: a `LanguageModel`, or a layer that takes x `[B, T, d_model]` in place of tokens.
+        model: a `LanguageModel`, or a layer or `LinearTransformer` that takes x `[B, T, d_model]` in place of tokens.
         out: folder to make.
         beside: files to copy into it.
         dtype: "float16" stores weight matrices in half the bytes, each number rounded once, by at most 2^-11 of itself,
             or 2^-25 below 2^-14; computation and states stay in float32. [ONNX-FILE-D3]
 
     Raises:
-        ConfigError: a model that does not convert, naming the cause, or differs from torch; a weight beyond float16.
+        ConfigError: a model of no known width, or that does not convert, naming the cause, or differs from torch; a
+            weight beyond float16.
         CheckpointError: `out` exists, or cannot be written.
     """
     expect_choice(dtype, "dtype", get_args(WeightDtype))
+    model = getattr(model, "_orig_mod", model)  # of `torch.compile`
+    if not isinstance(model, nn.Module) or (not isinstance(model, LanguageModel) and _width(model) is None):
+        raise ConfigError(
+            f"{type(model).__name__} is no model and no layer with its width as `d_model`; export the one within it"
+        )
     out, model = Path(out), deepcopy(model).float().eval()
     expect_free(out, "choose another --out")
     for layer in model.modules():
@@ -210,7 +216,13 @@ def _draw(model: nn.Module, batch: int, length: int) -> Tensor:
     draws = torch.Generator().manual_seed(length)
     if isinstance(model, LanguageModel):
         return torch.randint(0, model.config.vocab_size or 1, (batch, length), generator=draws)
-    return torch.randn(batch, length, model.d_model, generator=draws, dtype=torch.float32)  # type: ignore[call-overload]
+    return torch.randn(batch, length, _width(model) or 1, generator=draws, dtype=torch.float32)
+
+
+def _width(model: nn.Module) -> int | None:
+    """Width of the x that a layer or a `LinearTransformer` takes; None if it does not tell."""
+    width = model.config.embed_dim if isinstance(model, LinearTransformer) else getattr(model, "d_model", None)
+    return width if isinstance(width, int) else None
 
 
 def _name_of(place: str) -> str:

@@ -222,6 +222,8 @@ class Boxes(HeldRule):
     def read(self, carried: Weights, phi: Tensor) -> tuple[Tensor, ...]:
         """Answers `[B, T, H, D]` to one phi from each of the boxes with the state `carried` `[B, boxes H, ...]`."""
         batch, _, heads, _ = phi.shape
+        dtype = torch.promote_types(phi.dtype, next(iter(carried.values())).dtype)  # as a scan goes on from a state
+        phi, carried = phi.to(dtype), {name: item.to(dtype) for name, item in carried.items()}
         boxes = next(iter(carried.values())).shape[1] // heads
         queries = phi.transpose(1, 2).unsqueeze(1).expand(-1, boxes, -1, -1, -1).flatten(0, 2)
         memory = self.rule.rule.weights(tuple(item.flatten(0, 1) for item in carried.values()))

@@ -142,7 +142,7 @@ def _in_levels(call: Call, state: MemoryState | None, levels: int) -> Call:
 
 def _oldest(weight: Tensor, levels: int) -> Tensor:
     """Levels `[N, L, V, P]` of which the last holds a weight `[N, V, P]`."""
-    empty = weight.new_zeros(len(weight), levels - 1, *weight.shape[1:])
+    empty = weight.new_zeros(weight.shape[0], levels - 1, *weight.shape[1:])
     return torch.cat([empty, weight.unsqueeze(1)], 1)
 
 

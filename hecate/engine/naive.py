@@ -72,7 +72,7 @@ def naive(
         return tuple(xi + over(1 - retain, xi) * start for xi, start in zip(x, memory, strict=True))
 
     def zeros(shapes: dict[str, tuple[int, ...]]) -> Memory:
-        return tuple(v.new_zeros(len(v), *shape) for shape in shapes.values())
+        return tuple(v.new_zeros(v.shape[0], *shape) for shape in shapes.values())
 
     x, outputs = memory, [v[:, :0]]
     if structure.transposed:

@@ -390,7 +390,8 @@ def project_queries(
 
 def _orthogonal(q: Tensor, k: Tensor, opens: Tensor, write: Tensor | None, span: Tensor) -> tuple[Tensor, Tensor]:
     """Gram-Schmidt, token by token: P grows by r r^T / |r|^2, r the part of k outside the span."""
-    outputs: list[Tensor] = []
+    dtype = torch.promote_types(span.dtype, k.dtype)  # as a scan goes on from a state
+    q, k, span, outputs = q.to(dtype), k.to(dtype), span.to(dtype), list[Tensor]()
     for t in range(q.shape[1]):
         span = torch.where(opens[:, t, None, None, None], 0.0, span)
         rest = k[:, t].unsqueeze(-1)

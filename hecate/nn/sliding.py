@@ -5,11 +5,14 @@ and all chunks, each with the entries that its windows can reach, go through tor
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count, named
@@ -61,7 +64,8 @@ class SlidingAttention(nn.Module):
 
     A masked token has no entry: it sees the tokens written before it, not itself, no token sees it, and the state stays
     as it was. Where it sees nothing y is 0. In the convolution it counts as zero for the tokens after it, and takes up
-    a tap, as in `Memory`. The kernel is torch's.
+    a tap, as in `Memory`. The kernel is torch's: second derivatives need
+    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, as its other kernels have none.
 
     Args:
         d_model, heads: width of x and y, number of query heads of width D = d_model // heads.
@@ -265,7 +269,7 @@ class SlidingAttention(nn.Module):
         if state is not None and not x.shape[1]:
             present = state.present.clone()
         else:
-            present = (entries.document == entries.query_document[:, -1:]).expand(len(x), -1)
+            present = (entries.document == entries.query_document[:, -1:]).expand(x.shape[0], -1)
         count = None if self.window is None else self.window - 1
         return (k, v, entries), SlidingState(last(k, count), last(v, count), last(present, count))
 
@@ -297,14 +301,17 @@ class SlidingAttention(nn.Module):
                 own_k = F.pad(own_k[..., self.width // 2 :], (self.width // 2, 0))
             own_k, own_v = (part.expand(k.shape[0], -1, -1, -1) for part in (own_k, own_v))
             k, v = torch.cat([own_k.to(k.dtype), k], 1), torch.cat([own_v.to(v.dtype), v], 1)
-        y = F.scaled_dot_product_attention(
-            windows.queries(q).flatten(0, 1).transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=causal,
-            enable_gqa=self.kv_heads != self.heads,
-        )
+        # Fused kernels have no tangents.
+        plain = sdpa_kernel(SDPBackend.MATH) if forward_ad._current_level >= 0 else nullcontext()
+        with plain:
+            y = F.scaled_dot_product_attention(
+                windows.queries(q).flatten(0, 1).transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=mask,
+                is_causal=causal,
+                enable_gqa=self.kv_heads != self.heads,
+            )
         if blind is not None:
             y = torch.where(blind, 0.0, y)
         return y.transpose(1, 2).unflatten(0, (q.shape[0], -1)).flatten(1, 2)[:, : q.shape[1]]

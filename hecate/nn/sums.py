@@ -55,7 +55,7 @@ class Weights(NamedTuple):
         None where nothing depends on them."""
         if not (self.positions.needs_position or self.feature_map.needs_position):
             return None, None
-        count = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.seen
+        count = k.new_zeros(k.shape[0], dtype=torch.int64) if state is None else state.seen
         return counted(one((count,)), write, reset, k.shape[1])
 
     def turned(self, x: Tensor, place: Tensor | None) -> Tensor:
@@ -340,7 +340,7 @@ class Sums(NamedTuple):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """y `[B, T r, G, V]`, and the state `[B, G, V, P]` after the last token."""
         if self.factors is not None:  # no state of fixed size sums up the past
-            return self.by_distance(q, k, v, self.factors), v.new_zeros(len(v), *v.shape[2:], 0)
+            return self.by_distance(q, k, v, self.factors), v.new_zeros(v.shape[0], *v.shape[2:], 0)
         if self.causal:
             return self.running(q, k, v, start)
         if self.reset is None and self.retain is None:

@@ -233,8 +233,12 @@ class Cutter:
         if places:
             self.ended, text = True, text[: min(places)]
         elif token is not None:
-            text = text.removesuffix("\ufffd")  # a character whose last bytes may follow
-            overlaps = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            for _ in range(3):  # a character whose last bytes may follow, for some tokenizers each of them one of these
+                text = text.removesuffix("\ufffd")
+            tail = text[len(self._shown) :]  # what was shown before begins no stop
+            overlaps = (
+                n for stop in self._stops for n in range(1, min(len(stop), len(tail) + 1)) if tail.endswith(stop[:n])
+            )
             text = text[: len(text) - max(overlaps, default=0)]
         if not text.startswith(self._shown):  # shown text cannot be taken back
             text = self._shown

@@ -9,10 +9,11 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from socket import socket
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakSet
@@ -34,12 +35,27 @@ except ImportError:
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+QUIET = 60.0
+"""Seconds that a connection may wait for its client: for the head of a request, or to read an answer."""
 Handler = Callable[[Http], Awaitable[Response]]
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that also stops the application if a second Ctrl-C cuts answers short, and lets answers end by
-    themselves, with a reason, before its own timeout would cut them."""
+    """A uvicorn server that also stops the application if a second Ctrl-C cuts answers short, lets answers end by
+    themselves, with a reason, before its own timeout would cut them, and ends connections of silent clients."""
+
+    # When each connection that waits for its client began to wait, by its request.
+    _since: Mapping[tuple[Any, Any], float] = MappingProxyType({})
+
+    async def on_tick(self, counter: int) -> bool:
+        """Several times a second: ends connections that have waited for their clients for more than `QUIET`."""
+        now, pairs = time.monotonic(), [(line, line.cycle) for line in self.server_state.connections]
+        waiting = [(a, b) for a, b in pairs if b is None or b.response_complete or a.flow.write_paused]
+        self._since = {pair: self._since.get(pair, now) for pair in waiting}
+        for (line, _), since in self._since.items():
+            if now - since > QUIET:
+                line.transport.abort()
+        return bool(await super().on_tick(counter))
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         if (hurry := getattr(self.config.app.state, "hurry", None)) is not None:
@@ -328,7 +344,8 @@ def serve(application: Starlette, host: str = "127.0.0.1", port: int = 8000, *, 
         ConfigError: a host that other machines can reach, without a key.
     """
     check_host(host, key)
-    config = uvicorn.Config(application, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
+    how = {"log_level": "warning", "timeout_graceful_shutdown": 10, "ws": "none"}
+    config = uvicorn.Config(application, host=host, port=port, **how)
     server = _Uvicorn(config)
     with _sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
         server.run()

@@ -15,8 +15,8 @@ from hecate import bias, states
 from hecate.cms import CMS
 from hecate.engine.features import L2_NORM
 from hecate.errors import CheckpointError, ConfigError
-from hecate.models import LanguageModel
-from hecate.nn import Memory
+from hecate.models import LanguageModel, LinearTransformer
+from hecate.nn import Memory, PerformerAttention
 from hecate.nn.blocks import units
 from hecate.rule import MemoryConfig
 from hecate.tape import execute
@@ -273,12 +273,23 @@ def test_a_bias_of_a_user_without_derivatives_by_hand_is_refused_by_name(tmp_pat
     (lambda: LanguageModel({"vocab_size": 9, "d_model": 8, "heads": 2, "attention": {"kind": "attention"}}),
      "attention of .* steps through a sequence by itself"),
     (lambda: Memory(8, 2, "gated_mesa"), "Memory of .*readout=ridge: queries solve systems of equations"),
+    (lambda: PerformerAttention(8, 2), "PerformerAttention is no model and no layer with its width as `d_model`"),
+    (lambda: nn.Linear(8, 8), "Linear is no model and no layer"), (lambda: "model", "str is no model and no layer"),
 ])  # fmt: skip
 @pytest.mark.spec("ONNX-FILE-D1")
 def test_what_does_not_convert_is_refused_by_name(model, name, tmp_path):
     with pytest.raises(ConfigError, match=name):
         export_onnx(model(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.spec("ONNX-FILE-D1")
+def test_a_compiled_linear_transformer_that_counts_tokens(tmp_path):
+    fields: dict[str, Any] = {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "positions": "rotary"}
+    model = LinearTransformer.build(embed_dim=6, **fields, generator=torch.Generator().manual_seed(0)).float().eval()
+    export_onnx(torch.compile(model), tmp_path / "out")
+    check(tmp_path / "out", model, lambda batch, length: torch.randn(batch, length, 6, dtype=torch.float32))
 
 
 @pytest.mark.slow

@@ -179,6 +179,18 @@ def test_inference_mode_goes_on_from_its_own_states(name: str) -> None:
     near(y, layer(x)[0])
 
 
+@pytest.mark.spec("NN-MEM-I1", "SELF-LAYER-I1")
+@pytest.mark.parametrize("name", dict.fromkeys([*FEW, *(x for x in MADE if x.startswith(("self", "cms local")))]))
+def test_states_of_another_precision_are_gone_on_from(name: str) -> None:
+    layer = layer_named(name)
+    x = inputs(layer)
+    narrow = copy.deepcopy(layer).float()
+    _, state = layer(x)
+    _, low = narrow(x.float())
+    near(layer(x, low)[0], layer(x, state)[0], 1e-2)
+    near(narrow(x.float(), state)[0].double(), layer(x, state)[0], 1e-2)
+
+
 @pytest.mark.spec("NN-MEM-I6", "ATT-COMP-I1", "CMS-LAYER-I1", "SELF-LAYER-I1")
 @few
 def test_the_state_is_a_pytree_that_carries_gradients_and_detaches(name: str) -> None:
@@ -193,6 +205,16 @@ def test_the_state_is_a_pytree_that_carries_gradients_and_detaches(name: str) ->
     assert state.bytes == sum(item.numel() * item.element_size() for item in leaves(state))
     if name != "sliding full":
         assert layer(inputs(layer, length=40))[1].bytes == state.bytes
+
+
+@pytest.mark.spec("ATT-SLIDE-I4")
+@pytest.mark.parametrize("name", [name for name in MADE if name.startswith("sliding")])
+def test_tangents_pass_through_attention(name: str) -> None:
+    layer = layer_named(name)
+    x, way, weight = inputs(layer), inputs(layer, seed=3), inputs(layer, seed=4)
+    _, slope = torch.func.jvp(lambda x: layer(x)[0], (x,), (way,))
+    (back,) = torch.autograd.grad((layer(x.requires_grad_())[0] * weight).sum(), x)
+    near((slope * weight).sum(), (back * way).sum())
 
 
 @pytest.mark.spec("LIN-ATT-I6", "ATT-SLIDE-I4")

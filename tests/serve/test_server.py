@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -146,6 +147,31 @@ def test_a_long_text_comes_in_pieces_that_are_decoded_a_few_times_each():
     assert "".join(cutter.add(token) for token in [*tokens, *b"p, not this"]) == text and cutter.ended
 
 
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_characters_of_tokenizers_that_fall_back_to_bytes():
+    """They decode an incomplete character to as many U+FFFD as it has bytes, and those after which it comes, too."""
+
+    def decode(tokens: Any) -> str:
+        try:
+            return bytes(tokens).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(tokens)
+
+    cutter = Cutter(replace(TEXTS, decode=decode), ())
+    text = "\u6f22\u5b57\U0001f600"
+    assert "".join(map(cutter.add, [*text.encode(), None])) == text
+    cutter = Cutter(TEXTS, ())
+    assert "".join(map(cutter.add, [*b"a", *[0xFF] * 9, *b"b", None])) == "a" + "\ufffd" * 9 + "b"
+
+
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_a_long_stop_costs_no_more_than_the_text():
+    start = time.process_time()
+    cutter = Cutter(TEXTS, ("a" * 300_000,) * 4)
+    assert "".join(map(cutter.add, [*b"aab" * 20, None])) == "aab" * 20
+    assert time.process_time() < start + 5
+
+
 BODIES = [
     ({}, "prompt must be one text"), ({"prompt": ""}, "prompt must be"), ({"prompt": ["a", "b"]}, "prompt must be"),
     ({"prompt": [1, True]}, "prompt must be"), ({"prompt": [999]}, "tokens must be in 0..255"),
@@ -264,6 +290,44 @@ def test_a_full_queue_and_clients_that_leave(server):
     steps = scheduler.counts["steps"]
     wait_for(lambda: scheduler.running == 0)
     assert scheduler.counts["steps"] < steps + 1500
+
+
+async def _endless(_: Any) -> Any:
+    from starlette.responses import StreamingResponse
+
+    async def pieces() -> Any:
+        while True:
+            await asyncio.sleep(0)
+            yield b"x" * (1 << 16)
+
+    return StreamingResponse(pieces())
+
+
+@pytest.mark.spec("SERVE-HTTP-D2")
+def test_connections_of_silent_clients_are_ended_and_used_ones_kept(monkeypatch):
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    from hecate.serve import server as module
+
+    monkeypatch.setattr(module, "QUIET", 1.0)
+    head = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+    routes = [Route("/", _endless), Route("/health", lambda _: module.Response())]
+    with listening(Starlette(routes=routes)) as url, httpx.Client() as client:
+        host, port = url.removeprefix("http://").split(":")
+        lines = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3)]
+        lines[1].sendall(head)  # without its end
+        lines[2].sendall(head + b"\r\n")  # and reads nothing
+        for _ in range(12):
+            assert client.get(f"{url}/health").status_code == 200  # one connection, often between two requests
+            with contextlib.suppress(OSError):  # it has been ended
+                lines[1].sendall(b"x: y\r\n")
+            time.sleep(0.2)
+        assert len(client._transport._pool.connections) == 1
+        for line in lines:
+            with line, contextlib.suppress(ConnectionResetError):
+                while line.recv(1 << 20):
+                    pass
 
 
 @pytest.mark.spec("SERVE-HTTP-D1")
