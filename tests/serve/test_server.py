@@ -164,12 +164,11 @@ def test_characters_of_tokenizers_that_fall_back_to_bytes():
     assert "".join(map(cutter.add, [*b"a", *[0xFF] * 9, *b"b", None])) == "a" + "\ufffd" * 9 + "b"
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.spec("SERVE-HTTP-D1")
 def test_a_long_stop_costs_no_more_than_the_text():
-    start = time.process_time()
-    cutter = Cutter(TEXTS, ("a" * 300_000,) * 4)
+    cutter = Cutter(TEXTS, ("a" * 3_000_000,))  # by its own length squared it would take a quarter of an hour
     assert "".join(map(cutter.add, [*b"aab" * 20, None])) == "aab" * 20
-    assert time.process_time() < start + 5
 
 
 BODIES = [
