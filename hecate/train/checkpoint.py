@@ -262,7 +262,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def check_name(path: Path, step: int) -> None:
     """Refuses a checkpoint whose folder is named after another step."""
     if _NAME.fullmatch(path.name) and _age(path)[0] != step:
-        raise bad(path / MANIFEST, f"is of step {step}")
+        raise CheckpointError(f"{path / MANIFEST} is of step {step}; rename its folder to step_{step:08d}")
 
 
 def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[tuple[str, Tensor]]:

@@ -232,7 +232,7 @@ def test_damage_of_any_kind_is_skipped_as_other_damage(saved, trained, change):
 
 @pytest.mark.spec("CKPT-READ-D3")
 def test_a_checkpoint_under_another_name_is_refused(saved):
-    refused(saved.rename(saved.parent / "step_00000005"), "is of step 1; delete")
+    refused(saved.rename(saved.parent / "step_00000005"), "is of step 1; rename its folder to step_00000001")
 
 
 @pytest.mark.spec("CKPT-READ-D4")
