@@ -71,6 +71,9 @@ def test_train_evaluate_generate_and_resume(hecate, tmp_path):
     assert "finished at step 6" in out
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["optim"]["lr"] == 0.01
 
+    assert hecate("import", "run", "--config", "tiny.yaml", "--set", "optim.lr=0.5", "--out", "init")[0] == 0
+    assert yaml.safe_load((tmp_path / "init/config.yaml").read_text())["optim"]["lr"] == 0.5
+
 
 @pytest.mark.spec("TRAIN-CLI-D1")
 def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
