@@ -87,11 +87,11 @@ BESIDE: list[dict[str, object]] = [
     {"retention": "kl", "bias": "huber"}, {"retention": {"kind": "elastic_net", "threshold": 0.01}, "bias": "kl"},
     {"structure": "vector"},
 ]  # fmt: skip
-# Each with half of what may be beside it, and the one with the most slots with all.
+# Each with a third of what may be beside it, and the one with the most slots with all.
 PAIRS = [
     (algorithm, beside)
     for (at, algorithm), (place, beside) in product(enumerate(EVERY), enumerate(BESIDE))
-    if (at + place) % 2 == 0 or isinstance(algorithm, Lion)
+    if at % 3 == place % 3 or isinstance(algorithm, Lion)
 ]
 
 
@@ -101,7 +101,7 @@ def test_text_equals_methods(dtype: torch.dtype) -> None:
     """Of ftrl, which is IEEE's operations one by one, to the bit, but for sums; of others, whose torch has roots, tanh
     or products and sums at once, within rounding."""
     source = torch.Generator().manual_seed(0)
-    for algorithm in [*EVERY, *drawn(SHIPPED, 40, {})]:
+    for algorithm in [*EVERY, *drawn(SHIPPED, 20, {})]:
         formula = algorithm_formula(algorithm)
         assert isinstance(formula, AlgorithmFormula) and formula.slots == len(algorithm.slots)
         count = 2 + 2 * formula.slots

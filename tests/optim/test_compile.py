@@ -6,30 +6,26 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from hecate.optim import M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
+from hecate.optim import PhiMomentum
+from tests.optim.test_edges import KINDS
 
-KINDS = {
+SOME = "diagonal, kernel, delta, deep, muon, m3"
+CASES = {name: KINDS[name] for name in SOME.split(", ")} | {
     "identity": (PhiMomentum, {"nesterov": True, "weight_decay": 0.1}),
     "tanh": (PhiMomentum, {"feature_map": "tanh"}),
-    "diagonal": (PhiMomentum, {"precondition": "diagonal"}),
     "rows": (PhiMomentum, {"feature_map": "hedgehog"}),
-    "kernel": (KernelMomentum, {}),
-    "delta": (DeltaMomentum, {}),
-    "deep": (DeepMomentum, {"width": 3}),
-    "muon": (Muon, {}),
-    "m3": (M3, {"slow_period": 2}),
 }
-SLOW = ("tanh", "diagonal", "rows", "muon")
-"""Kin of `identity` and of `m3`, at three seconds each."""
+SLOW = ("tanh", "diagonal", "rows", "kernel", "delta", "muon")
+"""Kin of `identity`, `deep` and `m3`, at three seconds each."""
 
 
 @pytest.mark.spec("OPT-BASE-I4")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in KINDS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @torch._dynamo.config.patch(enable_dynamo_decompositions=False)  # those of some versions of torch round otherwise
 def test_a_compiled_step_is_the_plain_one(name):
     """Bit for bit with the backend that runs what was traced; the trace breaks as torch's does."""
-    cls, options = KINDS[name]
+    cls, options = CASES[name]
     torch._dynamo.reset()
     draws, count = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)), 2 if name == "identity" else 1
     sets = [[torch.nn.Parameter(draw.clone()) for draw in draws[:count]] for _ in range(2)]

@@ -82,17 +82,19 @@ def test_sequences_longer_than_a_triangular_system():
 
 
 @pytest.mark.spec("OPT-DGD-D2")
+@pytest.mark.parametrize(("reduction", "sizes"), [("sum", [1, 1, 1, 1]), ("mean", [1, 3])], ids=["sum", "mean"])
 @pytest.mark.parametrize("batch", ["mean", "sequential"])
-def test_one_sample_has_one_reading_and_backward_passes_add_up(batch):
+def test_one_sample_has_one_reading_and_backward_passes_add_up(batch, reduction, sizes):
+    """As a loop that accumulates has it, each loss is its share of the mean."""
     one, two, x, target = layer(), layer(), draw(4, 5, seed=1), draw(4, 3, seed=2)
-    whole = attached(one, batch=batch, reduction="sum")
-    parts = attached(two, batch=batch, reduction="sum")
+    whole, parts = (attached(made, batch=batch, reduction=reduction) for made in (one, two))
     for _ in range(3):
         whole.zero_grad()
         parts.zero_grad()
-        loss(one(x), target, "sum").backward()
-        for a, b in zip(x.split(1), target.split(1), strict=True):
-            loss(two(a), b, "sum").backward()
+        loss(one(x), target, reduction).backward()
+        for a, b in zip(x.split(sizes), target.split(sizes), strict=True):
+            share = len(a) / len(x) if reduction == "mean" else 1
+            (share * loss(two(input=a), b, reduction)).backward()
         whole.step()
         parts.step()
     torch.testing.assert_close(one.weight, two.weight, rtol=1e-12, atol=1e-13)
@@ -303,16 +305,3 @@ def test_copies_of_an_optimizer_keep_the_multiples_of_a_gradient():
     optimizer.step()
     copy = pickle.loads(pickle.dumps(optimizer))
     assert [float(scale) for scale in copy._scales.values()] == [pytest.approx(0.5)]
-
-
-@pytest.mark.spec("OPT-DGD-D2")
-@pytest.mark.parametrize("batch", ["mean", "sequential"])
-def test_a_mean_in_parts_is_the_mean_of_the_whole(batch):
-    one, two, x, target = layer(), layer(), draw(6, 5, seed=1), draw(6, 3, seed=2)
-    whole, parts = attached(one, batch=batch), attached(two, batch=batch)
-    loss(one(x), target, "mean").backward()
-    for rows in (slice(0, 1), slice(1, 6)):  # as a loop that accumulates does, each loss is its share of the mean
-        (len(x[rows]) / len(x) * loss(two(input=x[rows]), target[rows], "mean")).backward()
-    whole.step()
-    parts.step()
-    torch.testing.assert_close(one.weight, two.weight, rtol=1e-12, atol=1e-13)

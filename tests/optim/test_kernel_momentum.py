@@ -6,41 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from hecate import phi
 from hecate.optim import KernelMomentum
 from tests.optim.test_muon_and_m3 import parameter
+from tests.optim.test_phi_momentum import MAPS, C
 from tests.reference import optim_phi as reference
-
-D = 4
-
-
-def maps(name: str):
-    rng = np.random.default_rng(2)
-    w, b = rng.normal(size=(D, 16)) / 2, 2 * np.pi * rng.random(16)
-    frozen = {"w": torch.tensor(w)[None], "b": torch.tensor(b)[None]}
-    return {
-        "identity": (phi.Identity(), None, reference.Linear(np.eye(D))),
-        "elu": (phi.ELU(), None, reference.ELU()),
-        "rff": (
-            phi.RandomFourier(d_phi=16, sigma=2.0),
-            {D: {"learned": {}, "frozen": frozen}},
-            reference.Fourier(w, b),
-        ),
-        "polynomial": (phi.Polynomial(degree=2, form="raw"), None, reference.Quadratic()),
-    }[name]
 
 
 @pytest.mark.spec("OPT-KERNEL-D1")
 @pytest.mark.parametrize("unit", [True, False], ids=["unit", "plain"])
 @pytest.mark.parametrize("keys", ["columns", "rows"])
-@pytest.mark.parametrize("name", ["identity", "elu", "rff", "polynomial"])
+@pytest.mark.parametrize("name", ["identity", "elu", "random_fourier", "polynomial"])
 def test_reference(name, keys, unit):
-    made, params, plain = maps(name)
-    w = parameter(*((D, 6) if keys == "columns" else (6, D)))
-    optimizer = KernelMomentum(
-        [w], 0.001, 0.8, made, keys=keys, phi_params=params,
-        input_scale="unit" if unit else "none",
-    )  # fmt: skip
+    made, params, plain = MAPS[name]
+    w, scale = parameter(*((C, 6) if keys == "columns" else (6, C))), "unit" if unit else "none"
+    optimizer = KernelMomentum([w], 0.001, 0.8, made, keys=keys, phi_params={C: params}, input_scale=scale)
     mine, memory = w.detach().numpy().copy(), 0.0
     rng = np.random.default_rng(5)
     for _ in range(30):

@@ -38,6 +38,7 @@ def stepped(params: list[Tensor], steps: int = 3, dtype: torch.dtype | None = No
     for _ in range(steps):
         for p in params:
             p.grad = torch.randn(p.shape, generator=draws, dtype=dtype or p.dtype).to(p.dtype)
+        params[1].grad[2] = 0
         optimizer.step()
     return [*params, *(x for p in params for x in optimizer.state[p].values() if isinstance(x, Tensor))]
 
@@ -60,20 +61,23 @@ def test_a_step_has_the_bits_of_operations_one_by_one(options: dict[str, Any], d
     assert len(moves) == 3
 
 
-MAPS = [
+DIAGONAL = {"precondition": "diagonal", "form": "hope", "retain": 0.9, "eps": 1e-3}
+ODD = {"odd": True, "weight_decay": 0.1, "decoupled": False}
+VJP = {"lift": "vjp", "nesterov": True}
+MAPS = [  # the derivatives of some and others themselves: texts of all are held equal to torch in tests/formula
     {"feature_map": kind, "input_scale": "none", **options}
-    for at, kind in enumerate(
-        ("tanh", "elu", "exp", "softplus", "gelu_shifted", "sigmoid", "relu", "squared_relu", "leaky_relu")
+    for kind, options in (
+        ("tanh", {}), ("tanh", VJP), ("elu", DIAGONAL), ("exp", ODD), ("softplus", VJP), ("gelu_shifted", VJP),
+        ("sigmoid", DIAGONAL), ("relu", {}), ("squared_relu", VJP), ("leaky_relu", ODD),
     )
-    for options in (  # the derivative of each, and itself in one of three ways
-        {"lift": "vjp", "nesterov": True},
-        (
-            {},
-            {"precondition": "diagonal", "form": "hope", "retain": 0.9, "eps": 1e-3},
-            {"odd": True, "weight_decay": 0.1, "decoupled": False},
-        )[at % 3],
-    )
-]
+]  # fmt: skip
+
+
+def near(found: list[Tensor], loop: list[Tensor], true: list[Tensor]) -> None:
+    """No further from float64 than twice what operations one by one are, but for the last two digits."""
+    for mine, theirs, exact in zip(found, loop, true, strict=True):
+        off = (theirs.double() - exact).abs().max()
+        assert (mine.double() - exact).abs().max() <= 2 * off + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
 
 
 SCALED = [
@@ -86,12 +90,11 @@ SCALED = [
 
 
 @pytest.mark.spec("OPT-FUSED-D1")
-@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
 @pytest.mark.parametrize("options", SCALED, ids=str)
-def test_rows_are_scaled_in_the_same_pass(options: dict[str, Any], size: float, moves: list[int]):
+def test_rows_are_scaled_in_the_same_pass(options: dict[str, Any], moves: list[int]):
     """No further from float64 than operations one by one, at any size of a row; one of zeros among them."""
 
-    def found(dtype: torch.dtype, **more: Any) -> list[Tensor]:
+    def found(size: float, dtype: torch.dtype, **more: Any) -> list[Tensor]:
         draws = torch.Generator().manual_seed(0)
         params = [torch.randn(n, generator=draws).to(dtype).requires_grad_() for n in (*SHAPES, (3, 4, 18))]
         optimizer = PhiMomentum(params, 0.02, **options, **more)
@@ -102,12 +105,12 @@ def test_rows_are_scaled_in_the_same_pass(options: dict[str, Any], size: float, 
             optimizer.step()
         return [*params, *(optimizer.state[p]["momentum"] for p in params)]
 
-    mine, theirs, true = found(torch.float32), found(torch.float32, foreach=False), found(torch.float64, foreach=False)
+    for size in (1.0, 1e30, 1e-30):
+        near(
+            found(size, torch.float32), *(found(size, dtype, foreach=False) for dtype in (torch.float32, torch.float64))
+        )
     rows = 3 + 64 + 1 + 1 + 300 + 1 + (12 if options.get("matrix") == "last" else 3)
-    assert moves == [rows] * 3
-    for x, y, exact in zip(mine, theirs, true, strict=True):
-        off = (y.double() - exact).abs().max()
-        assert (x.double() - exact).abs().max() <= 2 * off + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+    assert moves == [rows] * 9
 
 
 @pytest.mark.spec("OPT-FUSED-D1")
@@ -122,10 +125,7 @@ def test_a_map_of_numbers_is_made_in_the_same_pass(options: dict[str, Any], move
         assert all(map(torch.equal, found, loop))
         return
     wide = [p.detach().double().requires_grad_() for p in weights()]
-    true = stepped(wide, foreach=False, dtype=torch.float32, **options)
-    for mine, theirs, exact in zip(found, loop, true, strict=True):
-        off = (theirs.double() - exact).abs().max()
-        assert (mine.double() - exact).abs().max() <= 2 * off + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+    near(found, loop, stepped(wide, foreach=False, dtype=torch.float32, **options))
 
 
 @pytest.mark.spec("OPT-FUSED-D1")

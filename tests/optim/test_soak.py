@@ -8,26 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Leveled, Muon, PhiMomentum
+from hecate.optim import DGD, M3, Leveled, PhiMomentum
+from tests.optim.test_edges import KINDS
 
 STEPS = 10_000
 LR = 1e-3
-EVERY = {
-    "identity": lambda p: PhiMomentum(p, LR),
-    "tanh nesterov": lambda p: PhiMomentum(p, LR, feature_map="tanh", nesterov=True),
-    "diagonal": lambda p: PhiMomentum(p, LR, precondition="diagonal"),
-    "kronecker": lambda p: PhiMomentum(p, LR, precondition="kronecker"),
-    "learned lift": lambda p: PhiMomentum(p, LR, feature_map={"kind": "linear", "d_phi": 3}, lift="learned"),
-    "learned phi": lambda p: PhiMomentum(p, LR, feature_map="hedgehog", phi_lr=0.01),
-    "phi space": lambda p: PhiMomentum(p, LR, feature_map={"kind": "linear", "d_phi": 6}, space="phi"),
-    "kernel": lambda p: KernelMomentum(p, LR),
-    "delta": lambda p: DeltaMomentum(p, LR),
-    "deep": lambda p: DeepMomentum(p, LR, width=4),
-    "deep shared": lambda p: DeepMomentum(p, LR, width=4, shared=True),
-    "m3": lambda p: M3(p, LR, slow_period=3),
-    "muon": lambda p: Muon(p, LR),
-    "leveled m3": lambda p: Leveled(p, M3, period=4, lr=LR),
-    "dgd": lambda p: DGD(p, LR, rescaled="follow"),
+SOME = "identity, diagonal, kronecker, learned, kernel, delta, deep, deep shared, m3, muon"
+EVERY = {name: KINDS[name] for name in SOME.split(", ")} | {
+    "tanh nesterov": (PhiMomentum, {"feature_map": "tanh", "nesterov": True}),
+    "learned phi": (PhiMomentum, {"feature_map": "hedgehog", "phi_lr": 0.01}),
+    "phi space": (PhiMomentum, {"feature_map": {"kind": "linear", "d_phi": 6}, "space": "phi"}),
+    "leveled m3": (Leveled, {"factory": M3, "period": 4}),
+    "dgd": (DGD, {"rescaled": "follow"}),
 }
 
 
@@ -49,7 +41,8 @@ def test_ten_thousand_steps(name):
     with torch.no_grad():
         layer.weight.copy_(torch.randn(3, 4, generator=draws))
     wanted = torch.randn(3, 4, generator=draws)
-    optimizer = EVERY[name](layer.parameters())
+    cls, options = EVERY[name]
+    optimizer = cls(layer.parameters(), **{"lr": LR, **options})
     if name == "dgd":
         optimizer.attach(layer)
     inputs = torch.randn(64, 8, 4, generator=draws)

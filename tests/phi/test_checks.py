@@ -10,8 +10,6 @@ from torch import Tensor
 from hecate import phi
 from hecate.testing import check_feature_map
 
-EMPTY: phi.Params = {"learned": {}, "frozen": {}}
-
 
 class Plain(phi.FeatureMap):
     """plain_of_checks: phi(x) = x per head times a weight, correct in every respect."""

@@ -1,5 +1,6 @@
 """Maps made of maps: values, parameters, traits and kernels follow from the parts."""
 
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -9,23 +10,15 @@ from torch import Tensor
 
 from hecate import phi
 from hecate.errors import ConfigError
-from tests.phi.random_common import gaussian
+from tests.phi.random_common import EMPTY, EXACT, drawn_params, gaussian
 from tests.reference import phi as reference
-
-EMPTY: phi.Params = {"learned": {}, "frozen": {}}
-EXACT = {"rtol": 1e-13, "atol": 1e-14}
-
-
-def _params(feature_map: phi.FeatureMap, d: int, heads: int = 1, seed: int = 1) -> phi.Params:
-    source = torch.Generator().manual_seed(seed)
-    return feature_map.init(d, heads=heads, generator=source, dtype=torch.float64)
 
 
 @pytest.mark.spec("PHI-CONCAT-D1", "PHI-CONCAT-D2")
 def test_concat_places_features_and_parameters_side_by_side():
     feature_map = phi.Concat(maps=[phi.Linear(d_phi=2), "elu", phi.Linear(d_phi=2)])
     assert isinstance(feature_map.maps, tuple)
-    params, x = _params(feature_map, 4), gaussian(3, 4)
+    params, x = drawn_params(feature_map, 4), gaussian(3, 4)
     assert list(params["learned"]) == ["0.weight", "2.weight"]
     first, last = params["learned"]["0.weight"], params["learned"]["2.weight"]
     assert not torch.equal(first, last)
@@ -38,7 +31,7 @@ def test_concat_places_features_and_parameters_side_by_side():
 def test_nested_parameters_carry_their_path_and_never_share_draws():
     inner = phi.Compose(maps=(phi.Linear(d_phi=4), phi.RandomFourier(d_phi=6)))
     feature_map = phi.Concat(maps=(inner, inner, phi.Normalise(inner=phi.Linear(d_phi=2))))
-    for params in (feature_map.init(4), _params(feature_map, 4)):
+    for params in (feature_map.init(4), drawn_params(feature_map, 4)):
         assert sorted(params["learned"]) == ["0.0.weight", "1.0.weight", "2.weight"]
         assert sorted(params["frozen"]) == ["0.1.b", "0.1.w", "1.1.b", "1.1.w"]
         assert not torch.equal(params["learned"]["0.0.weight"], params["learned"]["1.0.weight"])
@@ -56,7 +49,7 @@ def test_redraw_reaches_the_random_maps_inside(wrap):
         "normalise": phi.Normalise(inner=random),
         "odd_lift": phi.OddLift(inner=random),
     }[wrap]
-    params = _params(made, 4)
+    params = drawn_params(made, 4)
     fresh = made.redraw(params, torch.Generator().manual_seed(9))
     assert fresh["learned"].keys() == params["learned"].keys()
     for name, tensor in params["learned"].items():
@@ -64,7 +57,7 @@ def test_redraw_reaches_the_random_maps_inside(wrap):
     assert fresh["frozen"].keys() == params["frozen"].keys()
     assert all(not torch.equal(t, fresh["frozen"][name]) for name, t in params["frozen"].items())
     with pytest.raises(ConfigError, match="nothing to redraw"):
-        phi.Concat(maps=(fixed,)).redraw(_params(phi.Concat(maps=(fixed,)), 4), torch.Generator())
+        phi.Concat(maps=(fixed,)).redraw(drawn_params(phi.Concat(maps=(fixed,)), 4), torch.Generator())
 
 
 @pytest.mark.spec("PHI-COMPOSE-D1")
@@ -75,23 +68,7 @@ def test_compose_goes_from_left_to_right():
     torch.testing.assert_close(feature_map(x), expected, **EXACT)
     narrowing = phi.Compose(maps=(phi.Linear(d_phi=3), phi.Taylor()))
     assert narrowing.output_dim(64) == 10
-    assert _params(narrowing, 64)["learned"]["0.weight"].shape == (1, 64, 3)
-
-
-@pytest.mark.spec("PHI-COMPOSE-I1")
-@pytest.mark.parametrize(
-    ("maps", "parity", "degree"),
-    [
-        (("identity", "identity"), "odd", 1.0),
-        ((phi.Linear(d_phi=2), "squared_relu"), "none", 2.0),
-        (("squared_relu", phi.DPFP()), "none", 4.0),
-        (("identity", phi.OddLift(inner="elu")), "odd", None),
-        (("elu", "identity"), "none", None),
-    ],
-)
-def test_traits_of_compose(maps, parity, degree):
-    traits = phi.Compose(maps=maps).traits()
-    assert (traits.parity, traits.degree) == (parity, degree)
+    assert drawn_params(narrowing, 64)["learned"]["0.weight"].shape == (1, 64, 3)
 
 
 class Square(phi.FeatureMap):
@@ -106,18 +83,42 @@ class Square(phi.FeatureMap):
         return x.square()
 
 
-@pytest.mark.spec("PHI-COMPOSE-I1", "PHI-CONCAT-I1", "PHI-ODD-D2")
-def test_even_maps_in_combinators():
-    even = Square()
-    assert phi.Compose(maps=("identity", even, "elu")).parity == "even"
-    assert phi.Compose(maps=("elu", even)).parity == "none"
-    assert phi.Concat(maps=(even, even)).parity == "even"
-    assert phi.Concat(maps=(even, "identity")).parity == "none"
-    assert phi.Normalise(inner=even).parity == "even"
+EVEN, SERIES = Square(), partial(phi.RandomMaclaurin, d_phi=4)
+# A map of others, its parity and its degree.
+TRAITS = [
+    (phi.Compose(maps=("identity", "identity")), "odd", 1.0),
+    (phi.Compose(maps=(phi.Linear(d_phi=2), "squared_relu")), "none", 2.0),
+    (phi.Compose(maps=("squared_relu", phi.DPFP())), "none", 4.0),
+    (phi.Compose(maps=("identity", phi.OddLift(inner="elu"))), "odd", None),
+    (phi.Compose(maps=("elu", "identity")), "none", None),
+    (phi.Compose(maps=("identity", EVEN, "elu")), "even", None),
+    (phi.Compose(maps=("elu", EVEN)), "none", None),
+    (phi.Concat(maps=(EVEN, EVEN)), "even", 2.0),
+    (phi.Concat(maps=(EVEN, "identity")), "none", None),
+    (phi.Normalise(inner=EVEN), "even", None),
+    (phi.TensorProduct(maps=("identity", "identity")), "even", 2.0),
+    (phi.TensorProduct(maps=("identity", "identity", "tanh")), "odd", None),
+    (phi.TensorProduct(maps=(phi.Hadamard(d_phi=2), "identity")), "odd", 3.0),
+    (phi.TensorProduct(maps=("identity", "relu")), "none", 2.0),
+    (SERIES(coefficients=(0.0, 0.0, 1.0)), "even", 2.0),
+    (SERIES(coefficients=(1.0, 0.0, 1.0)), "even", None),
+    (SERIES(coefficients=(0.0, 2.0)), "odd", 1.0),
+    (SERIES(coefficients=(0.0, 1.0, 0.0, 1.0)), "odd", None),
+    (SERIES(coefficients=(1.0, 1.0)), "none", None),
+]
 
 
-@pytest.mark.spec("PHI-CONCAT-I1")
-def test_traits_of_concat():
+@pytest.mark.spec("PHI-COMPOSE-I1", "PHI-CONCAT-I1", "PHI-ODD-D2", "PHI-TENSOR-I1", "PHI-MACL-D2")
+@pytest.mark.parametrize(("made", "parity", "degree"), TRAITS, ids=str)
+def test_parity_and_degree_of_maps_of_maps_and_of_series(made, parity, degree):
+    traits = made.traits()
+    assert (traits.parity, traits.degree) == (parity, degree)
+    if made.kind in ("tensor_product", "random_maclaurin"):
+        assert not traits.non_negative and not traits.kernel_non_negative and traits.norm_bound is None
+
+
+@pytest.mark.spec("PHI-CONCAT-I1", "PHI-TENSOR-I1")
+def test_other_traits_follow_from_the_parts():
     mixed = phi.Concat(maps=("elu", "identity")).traits()
     assert not mixed.non_negative and not mixed.kernel_non_negative
     assert mixed.parity == "none" and mixed.degree is None and mixed.norm_bound is None
@@ -125,36 +126,19 @@ def test_traits_of_concat():
     assert alike.non_negative and alike.kernel_non_negative and alike.degree == 2
     bounded = phi.Concat(maps=(phi.RandomFourier(d_phi=4), phi.Normalise(inner="elu"))).traits()
     assert bounded.norm_bound == 3.0 and bounded.is_random
+    bounds = (phi.Softmax(), phi.Hedgehog(), phi.Softmax(half_space=True))  # 1, 2, 2
+    product = phi.TensorProduct(maps=bounds).traits()
+    assert product.norm_bound == 4.0 and product.non_negative and product.kernel_non_negative
 
 
 @pytest.mark.spec("PHI-TENSOR-D1")
 def test_tensor_product_multiplies_every_feature_with_every_other():
     feature_map = phi.TensorProduct(maps=["identity", "crelu", phi.Linear(d_phi=2)])
-    params, x = _params(feature_map, 3), gaussian(5, 3)
+    params, x = drawn_params(feature_map, 3), gaussian(5, 3)
     assert list(params["learned"]) == ["2.weight"] and feature_map.output_dim(3) == 3 * 6 * 2
     weight = params["learned"]["2.weight"][0].numpy()
     rows = [reference.tensor_product(row, reference.crelu(row), reference.linear(row, weight)) for row in x.numpy()]
     torch.testing.assert_close(feature_map(x, params), torch.tensor(np.stack(rows)), **EXACT)
-
-
-@pytest.mark.spec("PHI-TENSOR-I1")
-@pytest.mark.parametrize(
-    ("maps", "parity", "degree"),
-    [
-        (("identity", "identity"), "even", 2.0),
-        (("identity", "identity", "tanh"), "odd", None),
-        ((phi.Hadamard(d_phi=2), "identity"), "odd", 3.0),
-        (("identity", "relu"), "none", 2.0),
-    ],
-    ids=["two odd", "three odd", "even and odd", "neither"],
-)
-def test_traits_of_tensor_product(maps, parity, degree):
-    traits = phi.TensorProduct(maps=maps).traits()
-    assert (traits.parity, traits.degree) == (parity, degree)
-    assert not traits.non_negative and traits.norm_bound is None
-    bounds = (phi.Softmax(), phi.Hedgehog(), phi.Softmax(half_space=True))  # 1, 2, 2
-    bounded = phi.TensorProduct(maps=bounds).traits()
-    assert bounded.norm_bound == 4.0 and bounded.non_negative and bounded.kernel_non_negative
 
 
 @pytest.mark.spec("PHI-CONCAT-I2", "PHI-NORM-I2", "PHI-ODD-I1", "PHI-COMPOSE-I2", "PHI-TENSOR-I2")

@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from hecate import phi
-from tests.phi.random_common import gaussian
+from tests.phi.random_common import EMPTY, EXACT, gaussian
 from tests.reference import phi as reference
-
-EMPTY: phi.Params = {"learned": {}, "frozen": {}}
-# Both sides evaluate the same formula in float64 with a handful of roundings.
-EXACT = {"rtol": 1e-13, "atol": 1e-14}
 
 
 def _moved(feature_map: phi.FeatureMap, d: int, heads: int = 1) -> phi.Params:
@@ -32,6 +28,15 @@ CASES = [
     (phi.Hadamard(d_phi=6), reference.hadamard),
     (phi.Rebased(), reference.rebased),
     (phi.Rebased(eps=0.5), lambda *given: reference.rebased(*given, eps=0.5)),
+    (phi.Linear(d_phi=3), reference.linear),
+    *(
+        (
+            phi.MLP(d_hidden=5, activation=name, residual=residual, d_phi=None if residual else 6),
+            lambda *given, how=(name, residual): reference.mlp(*given, *how),
+        )
+        for name in ("gelu", "relu", "silu", "tanh")
+        for residual in (True, False)
+    ),
 ]
 each = pytest.mark.parametrize(
     ("feature_map", "function"),
@@ -42,6 +47,7 @@ each = pytest.mark.parametrize(
 
 @each
 @pytest.mark.spec("PHI-HEDGEHOG-D1", "PHI-HEDGEHOG-D3", "PHI-GLU-D1", "PHI-T2R-D1", "PHI-HADA-D1", "PHI-REBASED-D1")
+@pytest.mark.spec("PHI-LINEAR-D1", "PHI-MLP-D1")
 def test_values_per_head(feature_map, function):
     params, x = _moved(feature_map, 4, heads=2), gaussian(5, 2, 4)
     features = feature_map(x, params)

@@ -8,18 +8,9 @@ import torch
 from torch import Tensor
 
 from hecate import MemoryConfig, phi
-from tests.phi.random_common import gaussian
+from tests.phi.random_common import EMPTY, EXACT, drawn_params, gaussian
 from tests.reference import phi as reference
 from tests.registries import shipped_kinds
-
-EMPTY: phi.Params = {"learned": {}, "frozen": {}}
-# Both sides evaluate the same formula in float64 with a handful of roundings.
-EXACT = {"rtol": 1e-13, "atol": 1e-14}
-
-
-def _params(feature_map: phi.FeatureMap, d: int, heads: int = 1) -> phi.Params:
-    source = torch.Generator().manual_seed(1)
-    return feature_map.init(d, heads=heads, generator=source, dtype=torch.float64)
 
 
 def _rows(function, x: Tensor) -> Tensor:
@@ -76,21 +67,10 @@ def test_values(feature_map, function):
     torch.testing.assert_close(feature_map(x, EMPTY), expected, **EXACT)
 
 
-@pytest.mark.spec("PHI-LINEAR-D1")
-def test_linear_has_one_matrix_per_head():
-    feature_map, x = phi.Linear(d_phi=3), gaussian(2, 2, 4)
-    params = _params(feature_map, 4, heads=2)
-    weight = params["learned"]["weight"]
-    assert weight.shape == (2, 4, 3)
-    for head in range(2):
-        expected = _rows(lambda row, h=head: reference.linear(row, weight[h].numpy()), x[:, head])
-        torch.testing.assert_close(feature_map(x, params)[:, head], expected, **EXACT)
-
-
 @pytest.mark.spec("PHI-LINEAR-D1", "PHI-MLP-D1")
 def test_initial_projections_keep_the_variance_of_their_inputs():
     feature_map = phi.Linear(d_phi=200)
-    weight = _params(feature_map, 100, heads=2)["learned"]["weight"]
+    weight = drawn_params(feature_map, 100, heads=2)["learned"]["weight"]
     # 40,000 draws: the sample variance of a Gaussian has a relative standard error sqrt(2 / n).
     assert abs(float(weight.var()) * 100 - 1) < 5 * (2 / 40_000) ** 0.5
     assert not torch.equal(weight[0], weight[1])
@@ -99,23 +79,10 @@ def test_initial_projections_keep_the_variance_of_their_inputs():
     assert torch.equal(again, once.float())
 
 
-@pytest.mark.spec("PHI-MLP-D1")
-@pytest.mark.parametrize("activation", ["gelu", "relu", "silu", "tanh"])
-@pytest.mark.parametrize("residual", [True, False])
-def test_mlp(activation, residual):
-    d_phi = None if residual else 6
-    feature_map = phi.MLP(d_hidden=5, activation=activation, residual=residual, d_phi=d_phi)
-    params = _params(feature_map, 4)
-    w_in, w_out = (params["learned"][name][0].numpy() for name in ("w_in", "w_out"))
-    x = gaussian(6, 4)
-    expected = _rows(lambda row: reference.mlp(row, w_in, w_out, activation, residual), x)
-    torch.testing.assert_close(feature_map(x, params), expected, **EXACT)
-
-
 @pytest.mark.spec("PHI-LINEAR-E1")
 def test_a_wide_linear_map_has_no_more_rank_than_its_input():
     feature_map = phi.Linear(d_phi=96)
-    features = feature_map(gaussian(200, 16), _params(feature_map, 16))
+    features = feature_map(gaussian(200, 16), drawn_params(feature_map, 16))
     assert features.shape == (200, 96)
     assert int(torch.linalg.matrix_rank(features)) == 16
     assert int(torch.linalg.matrix_rank(phi.Polynomial(degree=2)(gaussian(200, 16), EMPTY))) == 153
@@ -157,7 +124,7 @@ def test_kernel_of_exp():
 @pytest.mark.spec("PHI-POLY-D3")
 def test_learned_coefficients_start_at_the_exponential_and_stay_positive():
     learned = phi.Polynomial(degree=3, coefficients="learned")
-    params, x = _params(learned, 4), gaussian(5, 4)
+    params, x = drawn_params(learned, 4), gaussian(5, 4)
     torch.testing.assert_close(learned(x, params), phi.Polynomial(degree=3)(x, EMPTY), **EXACT)
     assert learned.exact_kernel(x, x) is None
     raw = torch.tensor([[0.3, -2.0, 1.0, -8.0]])
@@ -347,7 +314,7 @@ def test_the_derivative_at_zero_by_hand_and_by_autograd(feature_map, at_zero):
 @pytest.mark.spec("PHI-MLP-V1")
 def test_relu_inside_mlp_has_derivative_zero_at_its_kink():
     feature_map = phi.MLP(d_hidden=3, activation="relu", residual=False)
-    params = _params(feature_map, 4)
+    params = drawn_params(feature_map, 4)
     x = torch.zeros(2, 4)
     features, residuals = feature_map.forward(x, params)
     gx, glearned = feature_map.vjp(residuals, torch.ones_like(features))

@@ -45,15 +45,6 @@ def test_the_quadrature_holds_where_gauss_laguerre_fails(eps, ours, plain):
     assert worst(laguerre(eps, 8), eps) == pytest.approx(plain, rel=0.01)
 
 
-@pytest.mark.spec("PHI-SLAY-D1", "PHI-SLAY-I1")
-@pytest.mark.parametrize("cosine", [-0.7, 0.4])
-def test_the_kernel_in_expectation(cosine):
-    feature_map, (x, y) = SLAY(m=16), pair(3.0, cosine, 4)
-    expected = float(feature_map.exact_kernel(x, y))
-    assert expected == pytest.approx(cosine**2 / (3 - 2 * cosine), rel=0.0083)
-    assert deviation(estimates(feature_map, x, y, 2000), expected) < SIGMAS
-
-
 @pytest.mark.spec("PHI-SLAY-E2")
 def test_squares_of_isotropic_projections_are_offset():
     x, y = pair(1.0, 0.3, 4)

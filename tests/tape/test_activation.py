@@ -11,7 +11,6 @@ from torch import Tensor
 from hecate import MemoryConfig
 from hecate.activation import Activation, Tanh
 from hecate.errors import ConfigError
-from hecate.nn import Memory
 from hecate.structure import MLP
 from tests.registries import shipped_kinds
 
@@ -70,10 +69,3 @@ def test_another_value_has_lost_traits_and_derivatives():
     raised, x = Raised(), torch.linspace(-2, 2, 5)
     assert Tanh().odd and not raised.odd
     torch.testing.assert_close(raised.slope(x, raised.value(x)), 1 - torch.tanh(x).square())
-
-
-def test_memories_of_layers_compile_to_one_graph():
-    layer = Memory(8, heads=2, config="titans")
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(compiled(x)[0], layer(x)[0])

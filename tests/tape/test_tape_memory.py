@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.tape import Block, Run, Tape, Tensors, checkpoint
-from tests.tape.tape_blocks import APPLY, SINE, TANH, checkpointed, plain, through
+from tests.tape.tape_blocks import APPLY, SINE, checkpointed, plain, through
 
 
 def test_print_names_every_call_with_label_shapes_and_source(point):
@@ -63,34 +63,6 @@ def test_checkpoint_changes_no_bit(point):
         y = through(program)(*point)
         results.append((y, *torch.autograd.grad(y.square().sum(), point)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.spec("TAPE-CKPT-I2")
-def test_checkpointed_tape_holds_one_state_per_segment():
-    steps, width = 64, 1000
-
-    def segment(run: Run, x: Tensor) -> Tensors:
-        for _ in range(8):
-            (x,) = run(TANH, x)
-        return (x,)
-
-    def every(run: Run, x: Tensor) -> Tensors:
-        for _ in range(steps // 8):
-            (x,) = segment(run, x)
-        return (x,)
-
-    def few(run: Run, x: Tensor) -> Tensors:
-        for _ in range(steps // 8):
-            (x,) = run(checkpoint("segment", segment), x)
-        return (x,)
-
-    sizes = []
-    for program in (every, few):
-        tape = Tape()
-        program(tape, torch.zeros(width))
-        sizes.append(tape.bytes)
-    state = 8 * width
-    assert sizes == [(steps + 1) * state, (steps // 8 + 1) * state]
 
 
 def test_bytes_count_shared_storage_once_and_meta_tensors_too():
