@@ -9,7 +9,7 @@ from hecate.microscope import look
 from hecate.models import LanguageModelConfig
 from hecate.nn import Memory
 from tests.cms.common import DELTA, LEVELS, inputs, masks
-from tests.nn.layers import near, seeded
+from tests.nn.layers import near, seeded, shaken
 from tests.reference import gates_2026, papers_2025
 
 LENGTH = 13
@@ -27,11 +27,7 @@ OTHERS = {
 
 def tree_of(levels=5, *, shake=0.3, **options):
     config = CMSConfig(levels=[{**TREE, **options}], composition="carry", carry_levels=levels)
-    layer, generator = CMS(8, 2, config, generator=seeded()), seeded(1)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter += shake * torch.randn(parameter.shape, generator=generator)
-    return layer
+    return shaken(CMS(8, 2, config, generator=seeded()), shake=shake)
 
 
 @pytest.mark.spec("CMS-CARRY-D1")

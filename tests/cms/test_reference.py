@@ -28,24 +28,21 @@ def test_against_the_reference(join, masked):
     compare(cms_of(*join), inputs(), **(masks() if masked else {}))
 
 
-@pytest.mark.spec("CMS-LAYER-D1", "CMS-NEST-D1")
-@pytest.mark.parametrize("composition", ["sequential", "nested"])
-def test_deep_memories_against_the_reference(composition):
-    levels = [{"name": f"every {n}", "period": n, "memory": DEEP} for n in (2, 4)]
-    compare(cms_of(composition, levels=levels), inputs(), **masks(seed=5))
+SIZES = {"heads": 1, "d_key": 3, "d_value": 5, "conv_kernel": 2, "output_gate": False}
+OTHERS = {  # levels, how they are joined, and whether under masks
+    **{f"deep, {how}": ([{"name": f"every {n}", "period": n, "memory": DEEP} for n in (2, 4)], how, True)
+       for how in ("sequential", "nested")},
+    **{f"gated delta, {how}": (GATED, how, True) for how in ("independent", "nested")},
+    "sizes of their own": ([{**LEVELS[0], **SIZES}, LEVELS[2]], "independent", False),
+}  # fmt: skip
 
 
 @pytest.mark.spec("CMS-LAYER-D1", "CMS-NEST-D1", "RULE-ORDER-D1")
-@pytest.mark.parametrize("composition", ["independent", "nested"])
-def test_gated_delta_at_every_period(composition):
-    """Each level's gradients see the memory of its window's start, decayed by the gates since."""
-    compare(cms_of(composition, levels=GATED), inputs(), **masks(seed=5))
-
-
-@pytest.mark.spec("CMS-LAYER-D1")
-def test_levels_of_their_own_sizes():
-    own = {"heads": 1, "d_key": 3, "d_value": 5, "conv_kernel": 2, "output_gate": False}
-    compare(cms_of("independent", levels=[{**LEVELS[0], **own}, LEVELS[2]]), inputs())
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_levels_against_the_reference(name):
+    """Of gated delta rules: gradients see the memory of the window's start, decayed by the gates since."""
+    levels, composition, masked = OTHERS[name]
+    compare(cms_of(composition, levels=levels), inputs(), **(masks(seed=5) if masked else {}))
 
 
 @pytest.mark.spec("CMS-NEST-D1", "CMS-NEST-I1")
@@ -76,16 +73,3 @@ def test_a_sum_of_weights_goes_with_its_memory():
     near(fast.memory, slow.memory, 0.0)
     near(fast.normalizer.memory, slow.normalizer.memory, 0.0)
     assert slow.normalizer.memory["weight"].abs().max() > 1e-2
-
-
-@pytest.mark.spec("CMS-NEST-D1")
-def test_a_restart_is_seen_in_the_next_token_and_not_before():
-    levels = [{**level, "memory": LEVELS[0]["memory"]} for level in LEVELS]
-    nested, sequential = cms_of("nested", levels=levels), cms_of("sequential", levels=levels)
-    x = inputs(1, 3)
-    near(nested(x)[0][:, :2], sequential(x)[0][:, :2])
-    assert (nested(x)[0][:, 2] - sequential(x)[0][:, 2]).abs().max() > 1e-3
-    _, state = nested(x[:, :2])
-    fast, middle = (level.memory.memory["weight"] for level in state.levels[:2])
-    near(fast, middle, 0.0)
-    assert middle.abs().max() > 1e-2

@@ -11,7 +11,7 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.models import LinearTransformer, LinearTransformerConfig
 from hecate.nn import LinearAttention
 from tests.nn.attentions import masks_of
-from tests.nn.layers import drawn_alike, in_pieces, leaves, near, near_with_slopes, seeded, shaken
+from tests.nn.layers import in_pieces, leaves, near, near_with_slopes, seeded, shaken
 from tests.reference import transformer as reference
 
 SMALL = {"embed_dim": 5, "hidden_size": 8, "num_heads": 2, "num_layers": 2, "dropout": 0.0}
@@ -40,13 +40,14 @@ def expected_of(model, x, write_mask=None, reset_mask=None):
 
 @pytest.mark.spec("TRF-LIN-D1")
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    "fields",
+    ("masked", "fields"),
     [
-        {}, {"kv_heads": 1, "mlp_ratio": 0.0}, {"num_layers": 3, "eps": 0.5}, {**EDIFICE, "eps": 1e-6},
-        {"norm": "layer"}, {"mlp": "plain"}, {"bias": True, "kv_heads": 1},
+        (False, {}), (True, {}), (True, {"kv_heads": 1, "mlp_ratio": 0.0}), (False, {"num_layers": 3, "eps": 0.5}),
+        (True, {**EDIFICE, "eps": 1e-6}), (False, {"norm": "layer"}), (False, {"mlp": "plain"}),
+        (False, {"bias": True, "kv_heads": 1}),
     ],
+    ids=str,
 )  # fmt: skip
 def test_against_every_weight_formed(causal, masked, fields):
     model = model_of(causal=causal, output="sequence", **fields)
@@ -66,7 +67,7 @@ def test_any_split(fields, masked):
     sequence.load_state_dict(model.state_dict())
     masks = masks_of(2, LENGTH) if masked else {}
     whole, (last, state) = sequence(x, **masks)[0], model(x, **masks)
-    for cuts in ([0, 4], [1, 2, 2, 7], [*range(1, LENGTH)]):
+    for cuts in ([0, 1, 2, 2, 7], [*range(1, LENGTH)]):
         near(in_pieces(sequence, x, cuts, **masks)[0], whole, 1e-10)
         y, carried = None, None
         for at, end in pairwise([0, *cuts, LENGTH]):
@@ -174,10 +175,7 @@ def test_param_count_is_the_true_count(fields):
     assert y.shape == ((2, 3, width) if options.get("output") == "sequence" else (2, width))
 
 
-@pytest.mark.spec("TRF-LIN-I3")
-def test_one_seed_one_model_wherever_it_is_built():
-    options = {**SMALL, "feature_map": {"kind": "t2r", "d_phi": 3}}
-    drawn_alike(lambda seed=0, **how: LinearTransformer.build(**options, generator=seeded(seed), **how))
+def test_other_dtypes_and_devices():
     narrow = LinearTransformer.build(**SMALL, generator=seeded(), dtype=torch.bfloat16)
     assert narrow(inputs().bfloat16())[0].dtype == torch.bfloat16
     assert LinearTransformer.build(**SMALL, device="meta")(inputs().to("meta"))[0].shape == (2, 8)
@@ -261,10 +259,9 @@ def test_dropout_acts_in_training_alone_on_what_layers_add():
 
 @pytest.mark.spec("TRF-LIN-I3")
 def test_compiled_copied_detached():
-    model, x = model_of(num_layers=1), inputs()
+    model, x = model_of(num_layers=1), inputs(1, 2)
     y, state = model(x)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    near(compiled(x)[0], y)
+    near(torch.compile(model, backend="eager", fullgraph=True)(x)[0], y)
     near(copy.deepcopy(model)(x)[0], y)
     assert state.last.requires_grad
     assert not any(item.requires_grad for item in leaves(state.detach()))

@@ -15,8 +15,8 @@ def inputs(batch=2, length=9, *, seed=2):
     return narrow(batch, length, seed=seed, width=D_MODEL)
 
 
-def sliding_of(window=5, *, seed=0, **options):
-    return shaken(SlidingAttention(D_MODEL, HEADS, window=window, generator=seeded(seed), **options))
+def sliding_of(window=5, *, seed=0, shake=0.3, **options):
+    return shaken(SlidingAttention(D_MODEL, HEADS, window=window, generator=seeded(seed), **options), shake=shake)
 
 
 class HebbianLayer(nn.Module):

@@ -35,6 +35,16 @@ def rules() -> dict[str, MemoryConfig]:
     return {**{name: rule.config for name, rule in RULES.items()}, **own}
 
 
+def own_layers() -> dict[str, MemoryConfig]:
+    """Rules in whose layers more happens than in a plain one's; a scan's own laws are checked where rules are."""
+    few = ("gated_delta", "kda", "linear_attention", "titans", "ttt_linear", "memora", "omeganet", *OTHER_RULES)
+    return {
+        name: config
+        for name, config in rules().items()
+        if name in few or not config.gating.plain or config.writes > 1 or config.readout.kind != "direct"
+    }
+
+
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -124,7 +134,7 @@ def drawn_alike(build: Callable[..., Any]) -> Any:
     layer = build()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    late, loaded, twin = build(device="meta"), build(1), copy.deepcopy(layer)
+    late, loaded, twin = build(device="meta"), build(seed=1), copy.deepcopy(layer)
     assert {item.device.type for item in late.state_dict().values()} == {"meta"}
     late.to_empty(device="cpu").reset_parameters(seeded())
     assert not all(map(torch.equal, leaves(loaded.state_dict()), leaves(layer.state_dict())))
@@ -134,5 +144,7 @@ def drawn_alike(build: Callable[..., Any]) -> Any:
     with torch.no_grad():
         for item in leaves(dict(twin.state_dict())):
             item += 1
+    narrow = dict(build(dtype=torch.bfloat16).state_dict())
+    near(narrow, {name: item.to(narrow[name].dtype) for name, item in layer.state_dict().items()}, 0.0)
     near(dict(build().state_dict()), dict(layer.state_dict()), 0.0)
     return layer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hecate import Gates, MemoryConfig, memory_scan, named_rule
+from hecate import MemoryConfig, named_rule
 from hecate.cms import CMS, SelfReferential
 from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
@@ -92,22 +92,6 @@ def test_published_starting_values():
     assert not torch.equal(first.gates.bias["retain"], other.gates.bias["retain"])
 
 
-@pytest.mark.spec("NN-GATE-I2")
-def test_half_life_per_channel():
-    """An item stored in one channel halves after log(1/2)/log of that channel's retain."""
-    layer = Memory(D, 1, named_rule("kda"), conv_kernel=0, generator=seeded())
-    start = torch.eye(D)[None]
-    retain = layer.gates(torch.zeros(1, 1, D)).retain[0, 0, 0].detach()
-    half = (math.log(0.5) / retain.log()).round().long()
-    assert len(set(half.tolist())) > 3
-    layer.initial.copy_({"weight": start})
-    _, state = layer(torch.zeros(1, int(half.max()), D))
-    kept = state.memory.memory["weight"][0, 0].diagonal()
-    near(kept, retain ** half.max(), 1e-11)
-    for channel, tokens in enumerate(half.tolist()):
-        assert abs(math.log(2 * retain[channel] ** tokens)) <= -0.5 * math.log(retain[channel])
-
-
 @pytest.mark.spec("CMS-LAYER-I1", "NN-GATE-D2")
 @pytest.mark.parametrize("period", [1, 3])
 def test_a_level_commits_per_channel(period):
@@ -148,17 +132,6 @@ def test_boxes_have_gates_per_channel(rule):
     y.sum().backward()
     grads = {n: p.grad for n, p in layer.named_parameters() if "retain" in n}
     assert all(g is not None and g.norm() > 1e-6 for g in grads.values()), grads
-
-
-@pytest.mark.spec("NN-GATE-D2")
-def test_gates_per_head_still_go_with_the_rule():
-    """A scan takes whatever gate it is given: a number, one per head, one per channel."""
-    q = torch.randn(1, 5, HEADS, D_KEY, generator=seeded())
-    for given in (None, 0.9, torch.full((1, 5, HEADS), 0.9)):
-        y, _ = memory_scan(named_rule("kda"), q, q, q, Gates(0.5, given))
-        value = 0.99 if given is None else 0.9
-        wide = torch.full((1, 5, HEADS, D_KEY), value)
-        near(y, memory_scan(named_rule("gated_delta"), q, q, q, Gates(0.5, wide))[0])
 
 
 @pytest.mark.spec("NN-GATE-D2")

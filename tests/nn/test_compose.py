@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import AttentionConfig, Composed, Memory
 from tests.nn.attentions import CONFIGS, D_MODEL, HEADS, HebbianLayer, composed_of, hebbian_of, masks_of, reference_of
-from tests.nn.layers import drawn_alike, in_pieces, leaves, near, near_with_slopes, seeded, untouched
+from tests.nn.layers import in_pieces, leaves, near, near_with_slopes, seeded
 from tests.nn.layers import inputs as narrow
 from tests.reference.attention import gate, mac, sliding
 
@@ -80,23 +80,6 @@ def test_mac_reads_a_memory_with_a_convolution_token_by_token():
     near(layer(x)[0][0], torch.stack(ys), 1e-10)
 
 
-@pytest.mark.spec("ATT-COMP-I1")
-@every_kind
-def test_masked_tokens_take_no_place(name):
-    layer, x = composed_of(name, None if name == "attention" else HebbianLayer()), inputs(1)
-    write = torch.rand(1, LENGTH, generator=seeded(3)) < 0.6
-    y, state = layer(x, write_mask=write)
-    alone, last = layer(x[write].unsqueeze(0))
-    near(y[write].unsqueeze(0), alone)
-    nowhere = torch.zeros(1, 6, dtype=torch.bool)
-    _, after = layer(inputs(1, 6, seed=8), state, write_mask=nowhere)
-    if layer.attention.window is not None:
-        near(numbers(state), numbers(last))
-        near(numbers(after), numbers(state), 0.0)
-    more = inputs(1, 3, seed=6)
-    near(layer(more, after)[0], layer(more, last)[0])
-
-
 @pytest.mark.spec("ATT-GATE-I1")
 @every_memory
 def test_an_empty_memory_leaves_attention_whole(name):
@@ -120,12 +103,6 @@ def test_an_empty_memory_leaves_attention_whole(name):
         near(y, scaled * layer.gate.weight[0] / 2)
 
 
-@pytest.mark.spec("ATT-SLIDE-I4")
-@every_kind
-def test_every_parameter_learns_from_a_cold_start(name):
-    assert untouched(composed_of(name, shake=0.0), length=LENGTH) == []
-
-
 @pytest.mark.spec("ATT-COMP-I1")
 def test_the_layer_is_of_the_protocol_itself():
     inner = composed_of("attention")
@@ -138,23 +115,10 @@ def test_the_layer_is_of_the_protocol_itself():
         near(numbers(last), numbers(state))
 
 
-@pytest.mark.spec("ATT-SLIDE-I4")
-@every_memory
-def test_draws_copies_and_meta(name):
-    def built(seed=0, **how):
-        source = seeded(seed)
-        memory = Memory(D_MODEL, 2, generator=source, **how)
-        layer = Composed(D_MODEL, HEADS, CONFIGS[name], memory, generator=source, **how)
-        if not how:
-            layer.reset_parameters(seeded(seed))  # which draws the memory first, too
-        return layer
-
-    assert f"kind={CONFIGS[name]['kind']}" in repr(drawn_alike(built))
-
-
 def test_config_round_trip():
-    for fields in CONFIGS.values():
+    for name, fields in CONFIGS.items():
         config = AttentionConfig.model_validate(fields)
+        assert f"kind={fields['kind']}" in repr(composed_of(name))
         assert AttentionConfig.model_validate(config.model_dump()) == config
         assert AttentionConfig.model_validate_json(config.model_dump_json()) == config
 

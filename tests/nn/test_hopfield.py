@@ -103,12 +103,13 @@ def test_an_update_lowers_the_energy_by_half_its_square(seed, count, sharpness, 
 
 @pytest.mark.spec("TRF-HOP-I1")
 def test_the_energy_of_no_pattern_and_its_minimum():
-    memory, nobody = Hopfield(2.0), torch.zeros(3, dtype=torch.bool)
-    query = normal(2, 4)
-    answer = memory(query, normal(3, 4, seed=1), mask=nobody)
-    assert not memory.weights(query, normal(3, 4, seed=1), mask=nobody).any()
-    assert bool((answer.values == 0).all())
-    near(memory.energy(query, normal(3, 4, seed=1), mask=nobody), query.square().sum(-1) / 2)
+    memory, query, nobody = Hopfield(2.0), normal(2, 4), {"mask": torch.zeros(3, dtype=torch.bool)}
+    for patterns, absent in ((normal(3, 4, seed=1), nobody), (normal(0, 4), {})):
+        assert not memory.weights(query, patterns, **absent).any()
+        assert memory(query, patterns, **absent).values.eq(0).all()
+        near(memory.energy(query, patterns, **absent), query.square().sum(-1) / 2)
+    assert Hopfield.separation(normal(0, 4)).shape == (0,)
+    assert memory.error_bound(query, normal(0, 4)).shape == (2, 0)
 
 
 @pytest.mark.spec("TRF-HOP-I2")
@@ -237,14 +238,6 @@ def test_an_absent_pattern_may_hold_anything():
     bad = torch.where(here.unsqueeze(-1), patterns, math.nan)
     for ask in (memory.weights, memory.energy, lambda *x, mask: memory(*x, mask=mask).values):
         assert torch.equal(ask(query, bad, mask=here), ask(query, patterns, mask=here))
-
-
-def test_a_store_without_patterns():
-    memory, query, none = Hopfield(2.0), normal(3, 4), normal(0, 4)
-    assert memory(query, none).values.eq(0).all()
-    near(memory.energy(query, none), query.square().sum(-1) / 2)
-    assert Hopfield.separation(none).shape == (0,)
-    assert memory.error_bound(query, none).shape == (3, 0)
 
 
 def test_tolerance_under_transforms():

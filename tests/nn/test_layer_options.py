@@ -11,7 +11,7 @@ from torch import Tensor
 from hecate import MemoryConfig
 from hecate.errors import ConfigError
 from hecate.nn import Memory
-from tests.nn.layers import in_pieces, seeded
+from tests.nn.layers import in_pieces, seeded, shaken
 from tests.nn.test_one_token import tokens_beside_the_whole_way
 
 D_MODEL, HEADS, D_KEY, D_VALUE, TOKENS = 12, 4, 6, 5, 9
@@ -46,11 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 def layer_of(options: dict[str, Any] | None = None, rule: dict[str, Any] | None = None, **layer: Any) -> Memory:
     config = {**RULE, **(rule or {}), "layer_options": options}
     sizes: dict[str, Any] = {"d_key": D_KEY, "d_value": D_VALUE, "dtype": torch.float64, "generator": seeded()}
-    made = Memory(D_MODEL, HEADS, config, **{**sizes, **layer})
-    source = seeded(1)
-    with torch.no_grad():
-        for p in made.parameters():
-            p += 0.3 * torch.randn(p.shape, generator=source, dtype=torch.float64)
+    made: Memory = shaken(Memory(D_MODEL, HEADS, config, **{**sizes, **layer}))
     return made
 
 

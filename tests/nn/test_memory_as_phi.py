@@ -128,18 +128,11 @@ def test_what_does_not_fit_is_refused():
 def test_models_and_levels_from_yaml():
     sizes = "vocab_size: 8\nd_model: 16\nlayers: 1\nheads: 2\n"
     own = "{kind: delta, residual: false, d_value: 5}"
-    for mixer, state_of in (
-        (f"feature_memory: {own}", lambda s: s[0].memory),
-        (f"levels: [{{name: a, feature_memory: {own}}}]", lambda s: s[0].levels[0].memory),
-    ):
+    for mixer in (f"feature_memory: {own}", f"levels: [{{name: a, feature_memory: {own}}}]"):
         config = LanguageModelConfig.model_validate(yaml.safe_load(sizes + mixer))
         assert LanguageModelConfig.model_validate(config.model_dump(mode="json")) == config
-        model = LanguageModel(config, generator=seeded())
-        tokens = torch.randint(8, (2, 6), generator=seeded(1))
-        y, state = model(tokens)
-        assert state_of(state).memory["weight"].shape[2:] == (8, 5)
-        first, after = model(tokens[:, :2])
-        near(torch.cat([first, model(tokens[:, 2:], after)[0]], 1), y)
+        model, tokens = LanguageModel(config, generator=seeded()), torch.randint(8, (2, 6), generator=seeded(1))
+        near(in_pieces(model, tokens, [2])[0], model(tokens)[0])
         widths = {path: (rule.d_key, rule.d_value) for path, rule in config.rules().items()}
         assert sorted(widths.values()) == [(5, 8), (8, 5)]
     level = {"name": "a", "period": 3, "feature_memory": {"residual": False, "d_value": 5}}

@@ -9,7 +9,7 @@ import torch
 
 from hecate.errors import NonFiniteError, ShapeError
 from hecate.nn import Memory
-from tests.nn.layers import inputs, layer_of, rules
+from tests.nn.layers import inputs, layer_of, own_layers, rules
 
 RULES = rules()
 OPTIONS: list[dict[str, Any]] = [
@@ -42,30 +42,28 @@ def tokens_beside_the_whole_way(layer: Memory, x: torch.Tensor) -> int:
     return sum(short)
 
 
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{name: (config, {}) for name, config in own_layers().items()},
+    **{str(options): (RULES["gated_delta"], options) for options in OPTIONS},
+    **{
+        f"{kernel} taps, {activation}": (
+            RULES["gated_delta"].model_copy(update={"layer_conv_kernel": kernel, "layer_activation": activation}), {}
+        )
+        for kernel in (0, 4)
+        for activation in ("none", "silu")
+    },
+}  # fmt: skip
+
+
 @pytest.mark.spec("NN-MEM-I13")
-@pytest.mark.parametrize("rule", RULES)
-def test_one_token_has_the_bits_of_the_whole_way(rule: str):
-    bare = RULES[rule].writes == 1 and RULES[rule].gating.plain
-    with torch.no_grad():
-        assert tokens_beside_the_whole_way(layer_of(RULES[rule]), inputs(3, 4)) == (3 if bare else 0)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_with_every_option(options: dict[str, Any]):
-    layer = layer_of(RULES["gated_delta"], **options)
-    bare = not options.keys() & {"feature_memory", "query_projection"}
+@pytest.mark.parametrize("name", CASES)
+def test_one_token_has_the_bits_of_the_whole_way(name: str):
+    config, options = CASES[name]
+    layer = layer_of(config, **options)
+    bare = config.writes == 1 and config.gating.plain and not options.keys() & {"feature_memory", "query_projection"}
     with torch.no_grad():
         short = tokens_beside_the_whole_way(layer, inputs(3, 4).to(layer.qkv.weight.dtype))
     assert short == (3 if bare else 0)
-
-
-@pytest.mark.parametrize("kernel", [0, 4])
-@pytest.mark.parametrize("activation", ["none", "silu"])
-def test_with_what_stands_behind_the_projections(kernel: int, activation: str):
-    fields = {"layer_conv_kernel": kernel, "layer_activation": activation}
-    with torch.no_grad():
-        layer = layer_of(RULES["gated_delta"].model_copy(update=fields))
-        assert tokens_beside_the_whole_way(layer, inputs(3, 4)) == 3
 
 
 def test_what_takes_the_whole_way_and_what_is_refused():

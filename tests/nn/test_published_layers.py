@@ -85,7 +85,14 @@ def test_the_default_layer_is_the_published_one_but_for_what_the_rule_says(rule)
 
 
 @pytest.mark.spec("RULE-NAMED-R3")
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.differs])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "mlp" in rule.config.structure.kind else ())
+        for name, rule in RULES.items()
+        if rule.differs
+    ],
+)
 def test_what_a_layer_differs_by_is_what_its_rule_says(rule):
     """The output of a fresh layer with each difference over that without it, to the digits that are shown."""
     layer = Memory(64, 4, rule, engine="sequential", generator=seeded(), dtype=torch.float64)

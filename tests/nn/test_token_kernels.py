@@ -17,7 +17,7 @@ from hecate.errors import NonFiniteError, ShapeError
 from hecate.models import LanguageModel
 from hecate.nn import Memory, blocks
 from hecate.nn.blocks import swiglu
-from tests.nn.layers import leaves, rules, seeded
+from tests.nn.layers import leaves, rules, seeded, shaken
 
 pytest.importorskip("numba")
 
@@ -58,11 +58,8 @@ ULP = 2.0**-52
 def layer_of(config: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Memory:
     """A layer off its starting values; heads are two vectors of float64 wide."""
     options = {"d_key": 16, "d_value": 16, **options}
-    layer = Memory(32, 2, MemoryConfig.model_validate(config), generator=seeded(), dtype=torch.float64, **options)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=seeded(1)) / parameter.shape[-1] ** 0.5
-    return layer.to(dtype)
+    config = MemoryConfig.model_validate(config)
+    return shaken(Memory(32, 2, config, generator=seeded(), dtype=torch.float64, **options)).to(dtype)
 
 
 def inputs(batch: int = 3, length: int = 6) -> Tensor:
@@ -106,19 +103,21 @@ def errors(layer: Memory, x: Tensor) -> float:
     return worst
 
 
+# By name: a config, options of the layer, and of tokens 2 to 5 which the kernel takes: not the one that ends a chunk.
+TAKEN: dict[str, tuple[Any, dict[str, Any], list[bool]]] = {
+    **{name: (config, {}, [True] * 4) for name, config in CONFIGS.items()},
+    **{name: (config, {}, [False, True, True, False]) for name, config in GATHERED.items()},
+    **{name: (CONFIGS["gated_delta"], options, [True] * 4) for name, options in OPTIONS.items()},
+}
+
+
 @pytest.mark.spec("NN-TOKEN-D1")
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_token_is_that_of_the_whole_way(config: Any, used: list[bool]):
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_token_is_that_of_the_whole_way(name: str, used: list[bool]):
+    config, options, taken = TAKEN[name]
     # Sums of 32 numbers, twice a norm: some ten roundings of each beside each other.
-    assert errors(layer_of(config), inputs()) < 64 * ULP
-    assert used == [True] * 4
-
-
-@pytest.mark.spec("NN-TOKEN-D1")
-@pytest.mark.parametrize("config", GATHERED.values(), ids=GATHERED)
-def test_gradients_that_gather_do_and_the_token_that_ends_a_chunk_goes_the_whole_way(config: Any, used: list[bool]):
-    assert errors(layer_of(config), inputs()) < 64 * ULP
-    assert used == [False, True, True, False]
+    assert errors(layer_of(config, **options), inputs()) < 64 * ULP
+    assert used == taken
 
 
 @pytest.mark.parametrize(
@@ -133,12 +132,6 @@ def test_gradients_that_gather_do_and_the_token_that_ends_a_chunk_goes_the_whole
 def test_other_chunks_have_no_kernel(config: Any, used: list[bool]):
     assert errors(layer_of(config), inputs()) == 0
     assert used == []
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_with_every_option(options: dict[str, Any], used: list[bool]):
-    assert errors(layer_of(CONFIGS["gated_delta"], **options), inputs()) < 64 * ULP
-    assert used == [True] * 4
 
 
 @pytest.mark.parametrize("config", ["gated_delta", "momentum"])

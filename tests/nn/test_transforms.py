@@ -1,40 +1,12 @@
-"""Gradients, precision and torch's transforms."""
+"""Layers of memories: ensembles, devices, masked tokens, and inputs that lie apart."""
 
 import pytest
 import torch
 
-from hecate import phi
 from hecate.nn import Memory
-from tests.nn.layers import inputs, layer_of, near, rules, seeded, untouched
-from tests.phi.examples import examples, named
+from tests.nn.layers import inputs, layer_of, near, seeded
 
 DELTA = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
-LEARNING = [item for item in examples() if item.init(6, heads=2)["learned"]]
-
-
-@pytest.mark.spec("NN-MEM-I10")
-@pytest.mark.parametrize("rule", rules())
-def test_every_parameter_learns_from_a_cold_start(rule):
-    config = rules()[rule]
-    if config.commit == "chunk":  # as few tokens as this decide nothing in a longer chunk
-        config = config.model_copy(update={"chunk": min(config.chunk, 3)})
-    assert untouched(layer_of(config, shake=0.0)) == []
-
-
-@pytest.mark.spec("NN-MEM-I10")
-@pytest.mark.parametrize("feature_map", LEARNING, ids=named)
-def test_every_parameter_of_phi_learns_from_a_cold_start(feature_map):
-    config = {**DELTA, "feature_map": feature_map}
-    assert untouched(layer_of(config, shake=0.0)) == []
-
-
-def test_frozen_parts_do_not_learn():
-    layer = layer_of({**DELTA, "feature_map": phi.RandomFourier(d_phi=8)}, learned_initial=False)
-    before = [item.clone() for item in layer.buffers()]
-    layer(inputs())[0].sum().backward()
-    assert len(before) == 3
-    near(list(layer.buffers()), before, 0.0)
-    assert not any(item.requires_grad for item in layer.buffers())
 
 
 @pytest.mark.spec("NN-MEM-I11")
@@ -55,3 +27,21 @@ def test_module_moves_and_is_seeded(device):
     near([item.cpu() for item in layer.parameters()], list(Memory(12, 2, DELTA, generator=seeded()).parameters()), 0.0)
     y, _ = layer(inputs().to(device))
     near(y.cpu(), Memory(12, 2, DELTA, generator=seeded())(inputs())[0], 1e-10)
+
+
+@pytest.mark.spec("NN-MEM-I3")
+def test_a_masked_token_reads_with_its_own_input():
+    layer = layer_of({"retention": "decay", "key_norm": "l2", "read": "before"})
+    x = inputs()
+    _, state = layer(x[:, :-1])
+    written, _ = layer(x[:, -1:], state)  # it reads before it writes: masked or not
+    masked, _ = layer(x[:, -1:], state, write_mask=torch.zeros(2, 1, dtype=torch.bool))
+    near(masked, written)
+    assert masked.norm() > 0.1
+
+
+def test_non_contiguous_and_expanded_inputs():
+    layer, x = layer_of(DELTA), inputs()
+    near(layer(x.mT.contiguous().mT)[0], layer(x)[0], 1e-13)
+    row = inputs(1)
+    near(layer(row.expand(3, -1, -1))[0], layer(row)[0].expand(3, -1, -1), 1e-13)

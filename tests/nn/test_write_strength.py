@@ -88,10 +88,15 @@ def test_presets_are_found():
     assert {"hope.fast", "hope.slow", "cms.deep", "titans_170m", "tnt.global"} <= set(found)
 
 
+# By day over as many tokens as the last place takes to be told; with `-m slow` over those of the statement.
+every_length = pytest.mark.parametrize("length", [440, pytest.param(1024, marks=pytest.mark.slow)])
+
+
 @pytest.mark.spec("NN-WRITE-I1")
+@every_length
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"in_place_ttt"}))  # whose targets are 0 where it is fresh
-def test_rules_write(name: str):
-    found, size = measured(name, (8, 300), 1024)
+def test_rules_write(name: str, length: int):
+    found, size = measured(name, (8, 300), length)
     best = torch.stack([found.share, found.share_later, found.pull, found.pull_later]).amax(0)
     assert (best >= LESS.get(name, (WRITES,))[0]).all(), f"{name}: {found}"
     least, most, *_ = SIZES.get(name, (0.05, 5.0))
@@ -99,8 +104,9 @@ def test_rules_write(name: str):
 
 
 @pytest.mark.spec("NN-WRITE-I1")
+@every_length
 @pytest.mark.parametrize("name", {repr(own): name for name, own in presets().items()}.values())  # each memory once
-def test_presets_and_levels_write(name: str):
+def test_presets_and_levels_write(name: str, length: int):
     memory, period = presets()[name]
     config = MemoryConfig.model_validate(memory)
     if period > 1:
@@ -108,7 +114,7 @@ def test_presets_and_levels_write(name: str):
     period = config.chunk if config.commit == "chunk" else 1
     if period > 2048:
         pytest.skip("two periods of that length take a minute; 2,048 stands for them")
-    length, width = max(1100, 2 * period + 40), 96 if config.structure.linear else 48
+    length, width = max(length, 2 * period + 40), 96 if config.structure.linear else 48
     found, size = measured(config, (8, 300) if period < 512 else (8,), length, width)
     best = torch.stack([found.share, found.share_later, found.pull, found.pull_later]).amax(0)
     assert (best >= LONG.get(name, (WRITES,))[0]).all(), f"{name}: {found}"

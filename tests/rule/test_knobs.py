@@ -153,12 +153,14 @@ def smooth(knob: dict[str, dict]) -> bool:
 WAYS = {"token": {"retention": "decay", "algorithm": "momentum"}, "chunk": {"chunk": 3, "commit": "chunk"}}
 
 
-def in_turn(knobs: list[dict[str, dict]]) -> list[tuple[dict[str, dict], str]]:
-    """Token by token and in chunks: a kind alone both ways, settings of one by turns."""
+def in_turn(knobs: list[dict[str, dict]]) -> list[tuple[dict[str, dict], str, bool]]:
+    """Token by token and in chunks, a kind alone both ways, settings of one by turns; and whether in whole scans, too,
+    as some of the settings of a kind are, the first two among them."""
     found, ways = [], itertools.cycle(WAYS)
     for _, own in itertools.groupby(knobs, lambda knob: [(family, fields["kind"]) for family, fields in knob.items()]):
         same = list(own)
-        found += [(knob, next(ways)) for knob in same] if len(same) > 1 else [(same[0], way) for way in WAYS]
+        turns = zip(same, ways, strict=False) if len(same) > 1 else [(same[0], way) for way in WAYS]
+        found += [(knob, way, at < 2 or at % 3 == 0) for at, (knob, way) in enumerate(turns)]
     return found
 
 
@@ -167,10 +169,12 @@ def in_turn(knobs: list[dict[str, dict]]) -> list[tuple[dict[str, dict], str]]:
 @pytest.mark.spec("BIAS-L1-V1", "BIAS-YAAD-V1", "BIAS-ROBUST-V1", "BIAS-KL-V1")
 @pytest.mark.spec("RET-DECAY-V1", "ALG-GD-V1", "ALG-MOM-V1", "STR-MATRIX-V1", "STR-MLP-V1")
 @pytest.mark.spec("RULE-ANY-I1")
-@pytest.mark.parametrize(("knob", "way"), in_turn(every_variant()), ids=lambda x: x if type(x) is str else name_of(x))
-def test_every_variant_in_a_scan(knob, way):
+@pytest.mark.parametrize(
+    ("knob", "way", "scanned"), in_turn(every_variant()), ids=lambda x: name_of(x) if type(x) is dict else str(x)
+)
+def test_every_variant_in_a_scan(knob, way, scanned):
     """Its derivatives and traits by themselves, then a scan."""
-    check_rule(MemoryConfig(**{**WAYS[way], **knob}), smooth=smooth(knob))
+    (check_rule if scanned else check_knobs)(MemoryConfig(**{**WAYS[way], **knob}), smooth=smooth(knob))
 
 
 def test_users_variants_together():
@@ -343,149 +347,75 @@ def test_stability_limit_is_sharp(momentum):
 # What a user gets wrong.
 
 
+def knob(name: str, base: Any, **own: Any) -> Any:
+    """A knob of a user's: a subclass with these methods and traits, and a kind of its own."""
+    kind = f"{name.lower()}_of_a_user"
+    types = {"kind": Literal[kind], "retain": float, "linear": ClassVar[bool], "slots": ClassVar[tuple[str, ...]]}
+    types = {field: item for field, item in types.items() if field in ("kind", *own)}
+    about = {"__module__": __name__, "__doc__": f"{kind}: wrong.", "__annotations__": types}
+    return type(name, (base,), {**about, "kind": kind, **own})()
+
+
+def plain(lr: Tensor, grad: Tensor) -> Tensor:
+    return -over(lr, grad) * grad
+
+
+def decayed(self: Any, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+    return over(retain, memory) * memory + direction
+
+
+def squares(self: Any, pred: Tensor, target: Tensor) -> Tensor:
+    return (pred - target).square().sum(-1)
+
+
 def wrong(name: str) -> dict[str, Any]:
-    """Knobs that are no knobs."""
-
-    class Bare(algorithm.Algorithm):
-        """bare_of_a_user: D = -lr G, in no tuple."""
-
-        kind: Literal["bare_of_a_user"] = "bare_of_a_user"
-
-        def direction(self, grad, lr, momentum):
-            return -over(lr, grad) * grad
-
-    class Forgetful(algorithm.Algorithm):
-        """forgetful_of_a_user: D = -lr G, and no new slot."""
-
-        kind: Literal["forgetful_of_a_user"] = "forgetful_of_a_user"
-        slots: ClassVar[tuple[str, ...]] = ("previous",)
-
-        def direction(self, grad, lr, momentum, previous):
-            return (-over(lr, grad) * grad,)
-
-    class Spread(structure.Structure):
-        """spread_of_a_user: pred = A p, without the sum."""
-
-        kind: Literal["spread_of_a_user"] = "spread_of_a_user"
-
-        def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
-            return {"weight": (d_v, d_phi)}
-
-        def predict(self, memory, p: Tensor) -> Tensor:
-            return memory[0] * p.unsqueeze(-2)
-
-    class Centred(retention.Retention):
-        """centred_of_a_user: M' = M + D - the mean of all memories."""
-
-        kind: Literal["centred_of_a_user"] = "centred_of_a_user"
-
-        def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-            return memory + direction - memory.mean(0, keepdim=True)
-
-    class Summed(retention.Link):
-        """summed_of_a_user: M = the sum of a row."""
-
-        kind: Literal["summed_of_a_user"] = "summed_of_a_user"
-
-        def memory(self, dual: Tensor) -> Tensor:
-            return dual.sum(-1, keepdim=True)
-
-    class Deaf(bias.Bias):
-        """deaf_of_a_user: ell = sum v^2."""
-
-        kind: Literal["deaf_of_a_user"] = "deaf_of_a_user"
-
-        def loss(self, pred: Tensor, target: Tensor) -> Tensor:
-            return target.square().sum(-1)
-
-    class Late(retention.Link):
-        """late_of_a_user: starts without the first column."""
-
-        kind: Literal["late_of_a_user"] = "late_of_a_user"
-
-        def memory(self, dual: Tensor) -> Tensor:
-            return dual.sinh()
-
-        def start(self, weights: Tensor) -> Tensor:
-            return weights[..., 1:]
-
-    class Narrow(retention.Retention):
-        """narrow_of_a_user: M' = one column of M + D."""
-
-        kind: Literal["narrow_of_a_user"] = "narrow_of_a_user"
-
-        def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-            return (memory + direction)[..., :1]
-
-    class Total(algorithm.Algorithm):
-        """total_of_a_user: D = the sum of -lr G over rows."""
-
-        kind: Literal["total_of_a_user"] = "total_of_a_user"
-
-        def direction(self, grad, lr, momentum):
-            return ((-over(lr, grad) * grad).sum(-2, keepdim=True),)
-
-    class Mean(algorithm.Algorithm):
-        """mean_of_a_user: D = -lr G, and as a slot a number for each row."""
-
-        kind: Literal["mean_of_a_user"] = "mean_of_a_user"
-        slots: ClassVar[tuple[str, ...]] = ("mean",)
-
-        def direction(self, grad, lr, momentum, mean):
-            return -over(lr, grad) * grad, grad.mean(-1)
-
-    class Lone(bias.Bias):
-        """lone_of_a_user: u = the mean error."""
-
-        kind: Literal["lone_of_a_user"] = "lone_of_a_user"
-
-        def loss(self, pred: Tensor, target: Tensor) -> Tensor:
-            return (pred - target).square().sum(-1)
-
-        def grad(self, pred: Tensor, target: Tensor) -> Tensor:
-            return (pred - target).mean(-1, keepdim=True)
-
-    class Fading(retention.Retention):
-        """fading_of_a_user: M' = retain M + D, of a gate that is not declared."""
-
-        kind: Literal["fading_of_a_user"] = "fading_of_a_user"
-        retain: float = 0.5
-
-        def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-            return over(retain, memory) * memory + direction
-
-    class Sorted(Fading):
-        """sorted_of_a_user: the same, in a form that no kernel is printed from."""
-
-        kind: Literal["sorted_of_a_user"] = "sorted_of_a_user"
-
-        def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-            return super().step(memory.sort(-1).values, direction, retain)
-
-    class Rolling(algorithm.Algorithm):
-        """rolling_of_a_user: D = -momentum lr G, of a gate that is not declared."""
-
-        kind: Literal["rolling_of_a_user"] = "rolling_of_a_user"
-
-        def direction(self, grad, lr, momentum):
-            return (-over(momentum * lr, grad) * grad,)
-
-    class Straight(bias.Bias):
-        """straight_of_a_user: ell = sum log cosh(e), said to be linear."""
-
-        kind: Literal["straight_of_a_user"] = "straight_of_a_user"
-        linear: ClassVar[bool] = True
-
-        def loss(self, pred: Tensor, target: Tensor) -> Tensor:
-            return (pred - target).cosh().log().sum(-1)
-
-    knobs = {
-        "algorithm": (Bare, Forgetful, Total, Mean, Rolling), "structure": (Spread,),
-        "retention": (Centred, Narrow, Fading, Sorted), "bias": (Deaf, Lone, Straight),
-    }  # fmt: skip
-    fields = {cls.__name__: {knob: cls()} for knob, classes in knobs.items() for cls in classes}
-    links = {cls.__name__: {"retention": retention.Bregman(link=cls())} for cls in (Summed, Late)}
-    return (fields | links)[name]
+    """Knobs that are no knobs, by name: a family, its class, and methods that are not what it asks for."""
+    family, base, own = {
+        # No tuple; no new slot; the sum over rows; a slot with a number for each row; a gate that is not declared.
+        "Bare": ("algorithm", algorithm.Algorithm, {"direction": lambda self, grad, lr, momentum: plain(lr, grad)}),
+        "Forgetful": ("algorithm", algorithm.Algorithm, {
+            "slots": ("previous",), "direction": lambda self, grad, lr, momentum, previous: (plain(lr, grad),),
+        }),
+        "Total": ("algorithm", algorithm.Algorithm, {
+            "direction": lambda self, grad, lr, momentum: (plain(lr, grad).sum(-2, keepdim=True),),
+        }),
+        "Mean": ("algorithm", algorithm.Algorithm, {
+            "slots": ("mean",), "direction": lambda self, grad, lr, momentum, mean: (plain(lr, grad), grad.mean(-1)),
+        }),
+        "Rolling": ("algorithm", algorithm.Algorithm, {
+            "direction": lambda self, grad, lr, momentum: (plain(momentum * lr, grad),),
+        }),
+        # An answer without the sum.
+        "Spread": ("structure", structure.Structure, {
+            "shapes": lambda self, d_phi, d_v: {"weight": (d_v, d_phi)},
+            "predict": lambda self, memory, p: memory[0] * p.unsqueeze(-2),
+        }),
+        # The mean of all memories; one column; a gate that is not declared, and in a form without a kernel.
+        "Centred": ("retention", retention.Retention, {
+            "step": lambda self, memory, direction, retain: memory + direction - memory.mean(0, keepdim=True),
+        }),
+        "Narrow": ("retention", retention.Retention, {
+            "step": lambda self, memory, direction, retain: (memory + direction)[..., :1],
+        }),
+        "Fading": ("retention", retention.Retention, {"retain": 0.5, "step": decayed}),
+        "Sorted": ("retention", retention.Retention, {
+            "retain": 0.5,
+            "step": lambda self, memory, *rest: decayed(self, memory.sort(-1).values, *rest),
+        }),
+        # The sum of a row; a start without the first column.
+        "Summed": ("link", retention.Link, {"memory": lambda self, dual: dual.sum(-1, keepdim=True)}),
+        "Late": ("link", retention.Link, {
+            "memory": lambda self, dual: dual.sinh(), "start": lambda self, weights: weights[..., 1:],
+        }),
+        # A loss that hears of no answer; the mean error for a gradient; a curve said to be linear.
+        "Deaf": ("bias", bias.Bias, {"loss": lambda self, pred, target: target.square().sum(-1)}),
+        "Lone": ("bias", bias.Bias, {
+            "loss": squares, "grad": lambda self, pred, target: (pred - target).mean(-1, keepdim=True),
+        }),
+        "Straight": ("bias", bias.Bias, {"linear": True, "loss": LogCosh.loss}),
+    }[name]  # fmt: skip
+    made = knob(name, base, **own)
+    return {"retention": retention.Bregman(link=made)} if family == "link" else {family: made}
 
 
 @pytest.mark.spec("RULE-ANY-I1")

@@ -90,7 +90,15 @@ def test_mesa_is_the_ridge_optimum_of_tokens_weighed_by_lr():
     close(state.memory["weight"][0, 0], weight, 1e-10)
 
 
-@EVERY
+def as_scanned(config: MemoryConfig) -> str:
+    """What a scan with the gates of `check_rule`, one number a token and head, reads of a config."""
+    fields = config.model_dump(exclude={"gating", "layer_options"})
+    if fields["retention"]["kind"] == "decay":
+        fields["retention"] = {"kind": "decay"}
+    return repr({name: field for name, field in fields.items() if not name.startswith("layer_")})
+
+
+@pytest.mark.parametrize("name", {as_scanned(rule.config): name for name, rule in RULES.items()}.values())
 def test_derivatives_of_a_rule(name):
     config = named_rule(name)
     config = config.model_copy(update={"chunk": min(config.chunk, 2)})
@@ -138,7 +146,7 @@ def cut(gates: Gates, tokens: slice) -> Gates:
     return Gates(*(None if gate is None else gate[:, tokens].detach() for gate in gates))
 
 
-@pytest.mark.spec("RULE-NAMED-I2", "RET-DECAY-I1")
+@pytest.mark.spec("RULE-NAMED-I2", "RET-DECAY-I1", "NN-GATE-I2")
 @pytest.mark.parametrize("name", FORGETTING)
 def test_half_life_at_the_starting_gates(name):
     """After log(1/2) / log(retain) tokens: half of what a linear memory answers, of what every weight
