@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hecate import MemoryConfig, named_rule
+from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.cms import CMS, SelfReferential
 from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
@@ -132,6 +132,17 @@ def test_boxes_have_gates_per_channel(rule):
     y.sum().backward()
     grads = {n: p.grad for n, p in layer.named_parameters() if "retain" in n}
     assert all(g is not None and g.norm() > 1e-6 for g in grads.values()), grads
+
+
+@pytest.mark.spec("NN-GATE-D2")
+def test_gates_per_head_still_go_with_the_rule():
+    """A scan takes whatever gate it is given: a number, one per head, one per channel."""
+    q = torch.randn(1, 5, HEADS, D_KEY, generator=seeded())
+    for given in (None, 0.9, torch.full((1, 5, HEADS), 0.9)):
+        y, _ = memory_scan(named_rule("kda"), q, q, q, Gates(0.5, given))
+        value = 0.99 if given is None else 0.9
+        wide = torch.full((1, 5, HEADS, D_KEY), value)
+        near(y, memory_scan(named_rule("gated_delta"), q, q, q, Gates(0.5, wide))[0])
 
 
 @pytest.mark.spec("NN-GATE-D2")
