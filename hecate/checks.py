@@ -215,7 +215,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], cure: str, *lead: int) -
 
 def check_size(size: int, what: str, cure: str, limit: int = MAX_SIZE) -> int:
     """The size; refuses one that is not a whole number or exceeds the limit."""
-    if not hasattr(size, "__index__") or size > limit:
+    if not hasattr(type(size), "__index__") or size > limit:
         raise ConfigError(f"{what} must be a whole number up to {limit:,}, got {shorten(size)}; {cure}")
     return size
 

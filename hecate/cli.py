@@ -29,7 +29,8 @@ class _Program(TyperGroup):
         given = how.get("args") or sys.argv[1:]
         empty = {f"{name}=" for name, value in pairwise(given) if not value} | set(given)
         try:
-            for name in {"--out=", "--data="} & empty:  # a path of no characters would be the current folder
+            # A path of no characters would be the current folder.
+            for name in {"--out=", "--data=", "--memories=", "--prefixes="} & empty:
                 raise ConfigError(f"{name[:-1]} is empty, as where a variable of the shell is not set; name a folder")
             code = super().main(*args, **{**how, "obj": asked, "standalone_mode": False})
         except SystemExit:

@@ -341,7 +341,11 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         if digest is None:
             name = f"{type(self).__module__}.{type(self).__qualname__}"
             fields = (getattr(self, field, None) for field in type(self).model_fields)
-            digest = content_hash((name, *fields))
+            try:
+                digest = content_hash((name, *fields))
+            except TypeError as error:  # a list or a dict could change after kernels are made of it
+                sentence = f"{error} among the values of its fields; declare tuples, of pairs in place of a dict"
+                raise ConfigError(f"{type(self).__name__}: {sentence}") from None
             object.__setattr__(self, "_hash", digest)
         return digest
 

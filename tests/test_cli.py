@@ -100,6 +100,8 @@ MISTAKES = {
     f"train tiny.yaml --out {'x' * 300}": "cannot use 'xxx",
     "train tiny.yaml --out=": "--out is empty, as where a variable of the shell is not set; name a folder",
     "train tiny.yaml --out  ": "--out is empty, as where",
+    "serve nowhere --memories ": "--memories is empty, as where",
+    "serve nowhere --prefixes=": "--prefixes is empty, as where",
     "train --resume --out gone": f"{NO_FOLDER}`hecate train --out` starts a run there",
     "train --set engine=fused": "engine: no such setting. hecate takes the fastest engine that is exact; `hecate show",
     "eval gone": f"{NO_FOLDER}name one that `hecate train` has written, such as runs/quickstart",

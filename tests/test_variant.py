@@ -293,6 +293,18 @@ def test_values_are_frozen():
         Round().radius = 2.0  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("changing", [[1.0], {"a": 1.0}, {1.0}])
+def test_values_that_could_change_are_refused_where_they_are_hashed(changing):
+    class Loose(Config):
+        """A field that holds anything."""
+
+        values: Any
+
+    assert hash(Loose(values=(1.0,))) == hash(Loose(values=(1.0,)))
+    text = message(lambda: hash(Loose(values=changing)))
+    assert text.startswith(f"Loose: unhashable type: '{type(changing).__name__}' among the values") and "tuples" in text
+
+
 @pytest.mark.spec("VAR-HOLES-I1")
 def test_model_construct_is_found_where_it_is_used():
     forged = Round.model_construct(radius=-3.0)

@@ -49,6 +49,8 @@ class Budget:
         for name, value in units.items():
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"--{name} must be a number above 0, got {value:g}")
+            if name == "steps" and value % 1:
+                raise ConfigError(f"--steps must be a whole number, got {value:g}")
 
     def steps_of(self, cell: Cell, speed: float | None = None) -> int:
         """Number of steps of a run of this cell; a budget of seconds needs `speed`, in steps per second.

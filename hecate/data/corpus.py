@@ -46,7 +46,7 @@ def _matches(text: str) -> list[Path]:
     """The files that one input names."""
     known = (*TEXT, *LINES, *TABLE)
     try:
-        paths = files_of(text, lambda path: _suffix(path) in known) if text else []  # "" is the working directory
+        paths = files_of(text, lambda path: _suffix(path) in known)
         if paths == [Path(text)] and _suffix(paths[0]) not in known:
             raise DataError(
                 f"{text} has no suffix that tells what it is; known are {', '.join(known)}, also with .gz or .zst"
@@ -62,7 +62,7 @@ def _matches(text: str) -> list[Path]:
 def files_of(text: str, wanted: Callable[[Path], bool]) -> list[Path]:
     """The file of this name, the `wanted` files below a folder, or the files that match a pattern; else none."""
     path = Path(text)
-    if path.is_dir():
+    if path.is_dir() and text:  # "" would be the working folder
         return [p for p in path.rglob("*") if p.is_file() and wanted(p)]
     if path.is_file():
         return [path]

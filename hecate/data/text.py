@@ -73,7 +73,7 @@ class Text(_OfBytes):
         matches = files_of(text, lambda path: path.suffix in self.suffixes)
         if not matches:
             what = "files matching" if GLOB & set(text) else "file or folder"
-            if Path(text).is_dir():
+            if text and Path(text).is_dir():
                 what = f"files ending in {', '.join(self.suffixes)} in folder"
             raise DataError(f"data.paths: no {what} {text!r} (working directory {Path.cwd()})")
         return matches

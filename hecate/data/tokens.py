@@ -125,7 +125,7 @@ class Tokens(DataConfig):
     """
 
     kind: Literal["tokens"] = "tokens"
-    path: str
+    path: str = Field(min_length=1)
     documents: Literal["reset", "carry", "ignore"] = "reset"
     state: Literal["fresh", "carry"] = "fresh"
     validation: float | str | None = None
@@ -142,8 +142,8 @@ class Tokens(DataConfig):
         return {**data, "vocab_size": read_sidecar(folder).vocabulary} if (folder / SIDECAR).is_file() else data
 
     def conflicts(self) -> Conflicts:
-        if isinstance(self.validation, float) and not 0 < self.validation < 1:
-            yield ("validation",), f"must be a share between 0 and 1, a path or null, got {self.validation}"
+        if self.validation == "" or (isinstance(self.validation, float) and not 0 < self.validation < 1):
+            yield ("validation",), f"must be a share between 0 and 1, a path or null, got {self.validation!r}"
 
     @property
     def carries(self) -> bool:

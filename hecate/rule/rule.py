@@ -349,9 +349,9 @@ def knobs_of(rule: MemoryRule) -> list[Any]:
     """The knobs, and the variants among their fields, such as an activation; torch.compile can trace it."""
     values = [*vars(rule).values()]
     for value in values:  # nested variants are appended as they are found
-        if hasattr(value, "_registry"):
+        if hasattr(type(value), "_registry"):  # of the type, as dynamic=True makes symbols of numbers
             values.extend(vars(value).values())
-    return [value for value in values if hasattr(value, "_registry")]
+    return [value for value in values if hasattr(type(value), "_registry")]
 
 
 def _act_without_kernel(structure: Structure) -> str | None:

@@ -258,7 +258,7 @@ class BudgetConfig(Config):
 
     Fields:
         steps: steps of the optimiser; a run resumed with another number follows the new schedule from there on.
-        minutes: time after which a run ends early; it is then not reproducible.
+        minutes: time after which a run ends early, counted anew when it is resumed; it is then not reproducible.
         batch_size: sequences per step, over all processes.
         accumulate: parts into which a step's batch is split to save memory; the gradient is that of the whole.
         seq_len: tokens per sequence of text, 256 when null; tasks have their own length.
@@ -345,7 +345,7 @@ class ExperimentConfig(Config):
     sample: SampleConfig = SampleConfig()
     tensorboard: bool = False
     loggers: tuple[LoggerKind, ...] = ()
-    init_from: str | None = None
+    init_from: str | None = Field(None, min_length=1)
 
     @model_validator(mode="before")
     @classmethod

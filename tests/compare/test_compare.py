@@ -125,6 +125,8 @@ def test_budgets_in_steps_and_seeds_apart(base: str):
         Budget(steps=1, tokens=1)
     with pytest.raises(ConfigError, match="--flops must be a number above 0"):
         Budget(flops=-1)
+    with pytest.raises(ConfigError, match="--steps must be a whole number, got 10.7$"):
+        Budget(steps=10.7)
     reported, tuning = seeds_of(10_000, 10_000)
     assert not set(reported) & set(tuning)
 

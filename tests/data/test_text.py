@@ -69,6 +69,7 @@ def test_validation_windows_share_no_label(corpus, batches, labels):
 def test_unusable_files_are_named(corpus, monkeypatch):
     for fields, message in (
         ({"paths": ["nothing.txt"]}, "no file or folder 'nothing.txt'"),
+        ({"paths": [""]}, "no file or folder ''"),
         ({"paths": ["*.rst"]}, r"no files matching '\*.rst'"),
         ({"paths": ["deep"], "suffixes": [".txt"]}, "no files ending in .txt in folder 'deep'"),
         ({"paths": ["."], "max_bytes": 100}, "exceeds max_bytes=100"),

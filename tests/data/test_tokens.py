@@ -279,7 +279,7 @@ def test_validation(folder, tmp_path):
     held = "".join(documents_of(folder, "validation")).encode()
     assert bytes(flat.tolist()) == held[: len(flat)] and len(held) - len(flat) <= 16
     assert len(list(own.validation_batches(2, 16, 3))) == 3
-    for value in (0.0, 1.0):
+    for value in (0.0, 1.0, ""):
         with pytest.raises(ConfigError, match="must be a share between 0 and 1"):
             of(folder, validation=value)
 

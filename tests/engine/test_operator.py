@@ -30,8 +30,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.spec("ENG-NUM-D10", "ENG-NUM-D3")
-@pytest.mark.parametrize("name", CONFIGS)
-def test_one_node_whatever_the_length_with_the_numbers_of_the_token_loop(name: str) -> None:
+@pytest.mark.parametrize(("name", "dynamic"), [*((name, False) for name in CONFIGS), ("rows", True), ("layers", True)])
+def test_one_node_whatever_the_length_with_the_numbers_of_the_token_loop(name: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     nodes = []
@@ -44,7 +44,7 @@ def test_one_node_whatever_the_length_with_the_numbers_of_the_token_loop(name: s
 
         results = []
         for run, how in (
-            (torch.compile(step, backend=counter, fullgraph=True, dynamic=False), {}),
+            (torch.compile(step, backend=counter, fullgraph=True, dynamic=dynamic), {}),
             (step, {"engine": "sequential"}),
         ):
             leaves = case.fresh().leaves

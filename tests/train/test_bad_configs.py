@@ -21,6 +21,8 @@ CASES = [  # YAML text, --set texts, exact message or its start when it has "...
     ("seed: true", [], "seed: must be an integer, got True (bool)  [x.yaml:1]"),
     ("budget: {steps: 1e3}", [], "budget.steps: must be an integer, got 1000.0 (float)  [x.yaml:1]"),
     ("tensorboard: no", [], "tensorboard: must be true or false, got 'no' (str)  [x.yaml:1]"),
+    ("init_from: ''", [], "init_from: string should have at least 1 character, got ''  [x.yaml:1]"),
+    ("data: {kind: tokens, path: ''}", [], "data.path: string should have at least 1 character, got ''  [x.yaml:1]"),
     ("budget: {batch_size: -4}", [], "budget.batch_size: must be >= 1, got -4  [x.yaml:1]"),
     (f"seed: {1 << 63}", [], f"seed: must be < {1 << 63}, got {1 << 63}  [x.yaml:1]"),
     ("optim:\n  betas: [0.9,\n    1.0]", [], "optim.betas[1]: must be < 1.0, got 1.0  [x.yaml:3]"),
