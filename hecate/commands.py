@@ -103,8 +103,8 @@ def list_(
     """List the variants of a family with formula, traits, gradient and paper, or describe one variant in full.
 
     Args:
-        family: phi, bias, retention, link, algorithm, structure, gating, readout, position, data, optimizer, logger,
-            engines, rules or presets.
+        family: phi, bias, retention, link, algorithm, structure, activation, gating, readout, position, data,
+            optimizer, logger, engines, rules or presets.
         name: A variant of the family, to print its description, settings and an example.
 
     Examples: hecate list | hecate list phi | hecate list phi dpfp | hecate list presets
