@@ -87,7 +87,8 @@ def check(folder: Path, model: nn.Module, draw: Any) -> None:
             found["input"] = x[:, t : t + 1].numpy()
             fed = {item.name: found[item.name] for item in step.get_inputs()}
             found = dict(zip(names, step.run(None, fed), strict=True))
-        for got, want in zip(found.values(), [y[:, -1:], *wanted[1:]], strict=True):
+        last = y[:, -1:] if y.dim() == 3 else y  # some models answer their last token alone
+        for got, want in zip(found.values(), [last, *wanted[1:]], strict=True):
             assert not want.numel() or (torch.from_numpy(got) - want).abs().max() <= BOUND * want.abs().max()
 
 
@@ -288,7 +289,7 @@ def test_what_does_not_convert_is_refused_by_name(model, name, tmp_path):
 def test_a_compiled_linear_transformer_that_counts_tokens(tmp_path):
     fields: dict[str, Any] = {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "positions": "rotary"}
     model = LinearTransformer.build(embed_dim=6, **fields, generator=torch.Generator().manual_seed(0)).float().eval()
-    export_onnx(torch.compile(model), tmp_path / "out")
+    export_onnx(torch.compile(model, backend="eager"), tmp_path / "out")
     check(tmp_path / "out", model, lambda batch, length: torch.randn(batch, length, 6, dtype=torch.float32))
 
 
