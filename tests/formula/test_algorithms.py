@@ -101,7 +101,7 @@ def test_text_equals_methods(dtype: torch.dtype) -> None:
     """Of ftrl, which is IEEE's operations one by one, to the bit, but for sums; of others, whose torch has roots, tanh
     or products and sums at once, within rounding."""
     source = torch.Generator().manual_seed(0)
-    for algorithm in [*EVERY, *drawn(SHIPPED, 20, {})]:
+    for algorithm in [*EVERY, *drawn(SHIPPED, 40, {})]:
         formula = algorithm_formula(algorithm)
         assert isinstance(formula, AlgorithmFormula) and formula.slots == len(algorithm.slots)
         count = 2 + 2 * formula.slots

@@ -69,7 +69,7 @@ def test_a_shipped_bias(kind, dtype):
 
 
 def test_drawn_biases():
-    for bias in drawn(SHIPPED, 100, WORDS):
+    for bias in drawn(SHIPPED, 200, WORDS):
         check(bias, torch.float64)
 
 

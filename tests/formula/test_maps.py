@@ -64,7 +64,7 @@ def test_a_shipped_map(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_drawn_maps_and_maps_of_maps() -> None:
-    for feature_map in (*drawn(SHIPPED, 40, {}), OddLift(inner=ELU()), OddLift(inner=Exp(shift=0.5))):
+    for feature_map in (*drawn(SHIPPED, 60, {}), OddLift(inner=ELU()), OddLift(inner=Exp(shift=0.5))):
         check(feature_map, torch.float64)
 
 

@@ -129,7 +129,7 @@ def check(formula: Weights, method: Callable[..., Tensor], vjp: Callable[..., An
 def test_text_equals_methods(dtype: torch.dtype) -> None:
     """Of every retention that ships, drawn ones, and own ones without a derivative by hand."""
     source = torch.Generator().manual_seed(0)
-    for retention in [*(cls() for cls in SHIPPED.values()), *drawn(SHIPPED, 30, WORDS, without=("channels",)), *OWN]:
+    for retention in [*(cls() for cls in SHIPPED.values()), *drawn(SHIPPED, 60, WORDS, without=("channels",)), *OWN]:
         formula = retention_formula(retention)
         assert not isinstance(formula, str), (retention, formula)
         for height, width in SHAPES:

@@ -67,7 +67,8 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "bitwise_not": lambda x, y, z: torch.where(~(x > y), x, z),
     "logical_or": lambda x, y, z: torch.where(torch.logical_or(x > y, y > z), x, z),
     "bitwise_or": lambda x, y, z: torch.where((x > y) | (y > z), x, z),
-    "sum": lambda x, y, z: x * x.sum(-1, keepdim=True), "mean": lambda x, y, z: x - x.mean(-1, keepdim=True),
+    "sum": lambda x, y, z: (x * x.sum(-1, keepdim=True), x * torch.full_like(x, 0.5).sum(-1, keepdim=True)),
+    "mean": lambda x, y, z: x - x.mean(-1, keepdim=True),
     "amax": lambda x, y, z: x - x.amax(-1, keepdim=True),
     "logsumexp": lambda x, y, z: x - x.logsumexp(-1, keepdim=True),
     "linalg_vector_norm": lambda x, y, z: tuple(
