@@ -89,7 +89,6 @@ class _Work:
     lock: int
     known: dict[str, Row] = field(default_factory=dict)
     data: dict[str, tuple[str, str]] = field(default_factory=dict)
-    now: dict[str, str] = field(default_factory=dict)
     running: dict[subprocess.Popen[bytes], _Job] = field(default_factory=dict)
 
     def results(self, jobs: Sequence[_Job], at_once: int) -> list[Row]:
@@ -99,9 +98,12 @@ class _Work:
             self._prepare(job)
         waiting = deque(job for job in jobs if not self._done(job))
         for job in jobs:
-            self._check_data(job)
+            self._check_data(job, self._read_result(job).get("data_sha256"))
+        unseen = set(self.data)  # of runs that are done: each is looked at once, as it is now
         for job in waiting:
-            self._check_data(job, anew=True)
+            if (asked := job.config.data.model_dump_json()) in unseen:
+                unseen.remove(asked)
+                self._check_data(job, job.config.data.load().fingerprint)
         began, missing, done = time.monotonic(), len(waiting), 0
         try:
             while waiting or self.running:
@@ -113,7 +115,7 @@ class _Work:
                     job = self.running.pop(process)
                     self._finish(process, job)
                     self._keep(job)
-                    self._check_data(job)
+                    self._check_data(job, self._read_result(job).get("data_sha256"))
                     done += 1
                     eta = duration((time.monotonic() - began) * (missing - done) / done)
                     self.say(f"[{done + len(jobs) - missing}/{len(jobs)}] {job.name}: {self._summary(job)}; ETA {eta}")
@@ -160,13 +162,11 @@ class _Work:
         with stored(path, "delete it and its run is finished anew"):
             return _check_result(read_json(read_whole(path)))
 
-    def _check_data(self, job: _Job, *, anew: bool = False) -> None:
-        """Refuses a run on other data than one before it with the same settings; `anew` looks once at those of now."""
-        asked = job.config.data.model_dump_json()
-        if anew and asked in self.data and asked not in self.now:
-            self.now[asked] = job.config.data.load().fingerprint
-        found = self.now.get(asked) if anew else self._read_result(job).get("data_sha256")  # older results have none
-        before, name = (None, "") if found is None else self.data.setdefault(asked, (found, job.name))
+    def _check_data(self, job: _Job, found: str | None) -> None:
+        """Refuses a run on other data, by their hash, than one before it with the same settings."""
+        if found is None:  # of an older result
+            return
+        before, name = self.data.setdefault(job.config.data.model_dump_json(), (found, job.name))
         if found != before:
             raise ConfigError(
                 f"the data changed between the runs of cells {name} and {job.name}, so that their losses are not of "
