@@ -375,68 +375,65 @@ def channel_tokens(
     in_p, rows = (op < P)[None, :], (place * 0 + total) * P
     piece = (place // N // (SEG // C) * N + place % N) * (SEG // C) + place // N % (SEG // C)
     mine, apart = pairs + piece * C * C, tl.num_programs(0).to(tl.int64) * C * C
-    # Unrolled tuples of rows: registers cannot be indexed by a variable.
-    xs, asks, tells, of_A, of_L = (), (), (), (), ()
+    # Tuples of rows, for registers cannot be indexed by a variable.
+    xs, reads, learns, of_A, of_L = (), (), (), (), ()
     for t in tl.static_range(C):
         at, inside = first + (start + t) * H, start + t < end
         own = sums + at * P + op[None, :]
         x, qt, pt, alive = token_at(q, k, retain, write, reset, overs, total, at, inside, op, P, MASK, RESET, BARE)
         xs, of_A = more(xs, x), more(of_A, tl.load(own, mask=inside & in_p, other=0.0))
-        asks, tells = more(asks, qt * alive if EARLY_READ else qt), more(tells, pt if DECAYED else pt * alive)
+        reads, learns = more(reads, qt * (alive if EARLY_READ else x)), more(learns, pt * (x if DECAYED else alive))
         if MOVES:
             of_L = more(of_L, tl.load(own + rows, mask=inside & in_p, other=0.0))
     left = tl.load(ends + piece * P + op[None, :], mask=in_p, other=0.0)
-    for l in tl.static_range(C):
+    for l in range(C):
         at, inside = first + (start + l) * H, start + l < end
         cell, there = at * P + op[None, :], inside & in_p
-        w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
-        bt = tells[l]
-        # Written keys are kw, or the keys, loaded again where a reset has zeroed those that predict.
+        w = writes_at(write, at, inside, MASK)
+        x, qt, pt, alive = token_at(q, k, retain, write, reset, overs, total, at, inside, op, P, MASK, RESET, BARE)
+        bt = pt
         if APART:
             bt = tl.load(kw + cell, mask=w & in_p, other=0.0).to(tl.float32)
-        elif RESET and not DECAYED:
-            _, _, bt, _ = token_at(q, k, retain, write, reset, overs, total, at, inside, op, P, MASK, RESET, BARE)
         bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)
         gbt, grt = tl.load(sums + 2 * rows + cell, mask=there, other=0.0), left
-        left = xs[l] * left + bt * gbt
-        later_A, later_L = (), ()
-        for t in tl.static_range(l + 1, C):
-            later_A = more(later_A, tl.load(mine + t * C + l))
+        left = x * left + bt * gbt
+        pairs_A, pairs_L, moved_A, moved_L = (), (), (), ()
+        for t in tl.static_range(C):
+            pairs_A = more(pairs_A, tl.load(mine + t * C + l))
             if MOVES:
-                later_L = more(later_L, tl.load(mine + apart + t * C + l))
-        # s <- . + x_t s, from the last token to l + 1: terms after retain come before x_t multiplies, others after.
-        for t in tl.static_range(C - 1, l, -1):
-            if not EARLY_READ:
-                gbt, grt = gbt + later_A[t - l - 1] * asks[t], grt + of_A[t - l] * asks[t]
-            if MOVES and DECAYED:
-                gbt, grt = gbt + later_L[t - l - 1] * tells[t], grt + of_L[t - l] * tells[t]
-            gbt, grt = gbt * xs[t], grt * xs[t]
-            if EARLY_READ:
-                gbt, grt = gbt + later_A[t - l - 1] * asks[t], grt + of_A[t - l] * asks[t]
-            if MOVES and not DECAYED:
-                gbt, grt = gbt + later_L[t - l - 1] * tells[t], grt + of_L[t - l] * tells[t]
-        gqt, gpt = of_A[0], bt * 0.0
-        if MOVES:
-            gpt = of_L[0]
-        moved_A, moved_L = (), ()
-        for t in tl.static_range(l + 1, C):
-            moved_A = more(moved_A, xs[l] * of_A[t - l] + later_A[t - l - 1] * bt)
+                pairs_L = more(pairs_L, tl.load(mine + apart + t * C + l))
+        gqt, gpt = bt * 0.0, bt * 0.0
+        for t in tl.static_range(C - 1, -1, -1):
+            of_q = of_A[t]
             if MOVES:
-                moved_L = more(moved_L, xs[l] * of_L[t - l] + later_L[t - l - 1] * bt)
+                of_p = of_L[t]
+            if t > l:
+                gbt, grt = xs[t] * gbt + pairs_A[t] * reads[t], xs[t] * grt + of_q * reads[t]
+                of_q = x * of_q + pairs_A[t] * bt
+                if MOVES:
+                    gbt, grt = gbt + pairs_L[t] * learns[t], grt + of_p * learns[t]
+                    of_p = x * of_p + pairs_L[t] * bt
+            elif t == l:
+                gqt = of_q
+                if MOVES:
+                    gpt = of_p
+            moved_A = (of_q,) + moved_A
+            if MOVES:
+                moved_L = (of_p,) + moved_L
         of_A, of_L = moved_A, moved_L
         if DECAYED:
-            grt += gpt * tells[l]
-            gpt = gpt * xs[l]
+            grt += gpt * pt
+            gpt = gpt * x
         else:
-            gpt = gpt * (1 - born)
+            gpt = gpt * alive
         if EARLY_READ:
-            gqt = gqt * (1 - born)
+            gqt = gqt * alive
         else:  # a read after the write includes the token's own
             pair = tl.load(mine + l * C + l)
-            grt += gqt * asks[l]
-            gqt = gqt * xs[l] + pair * bt
-            gbt += pair * asks[l]
-        grt = grt * (1 - born)
+            grt += gqt * qt
+            gqt = gqt * x + pair * bt
+            gbt += pair * qt
+        grt = grt * alive
         if RESET:
             gqt += tl.load(fresh + cell, mask=there, other=0.0)
             if MOVES:
