@@ -106,10 +106,10 @@ def beside(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
 @triton.jit
 def doubled(to, on, left, i, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
     """Products from the start of a piece of 2 h rows, to its end, and over all of it (in its first row), from those of
-    its halves; and products over the sibling piece."""
+    its halves."""
     second = ((i // h) % 2 == 1)[:, None]
     other = beside(tl.where((i % h == 0)[:, None], left, 0.0), h, C, BP)
-    return tl.where(second, to * other, to), tl.where(second, on, on * other), left * other, other
+    return tl.where(second, to * other, to), tl.where(second, on, on * other), left * other
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
@@ -155,7 +155,7 @@ def channel_factors(
             if MOVES:
                 # A level covers the pairs of second halves with first halves of the same piece of 2 h tokens.
                 L += at_level(tl.dot(told * to, written, input_precision=FINE), i, 1 << n)
-            to, on, left, _ = doubled(to, on, left, i, 1 << n, C, TILE)
+            to, on, left = doubled(to, on, left, i, 1 << n, C, TILE)
         tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
         tl.store(kq + tile, (asked * to).to(kq.dtype.element_ty), mask=there)
         tl.store(kp + tile, (told * to).to(kp.dtype.element_ty), mask=there)
@@ -283,6 +283,7 @@ def channel_borders(
     SMALL: tl.constexpr = 1 << PIECE
     i, own = tl.arange(0, C), tl.program_id(0) % TILES
     op = own * TILE + tl.arange(0, TILE)
+    in_p = (op < P)[None, :]
     at, inside, behind, place = segment_of(spans, T, H, N, C, C, DOCS, TILES)
     w = writes_at(write, at, inside, MASK)
     xq, xp, xb = tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32)
@@ -316,11 +317,18 @@ def channel_borders(
     x = rt * alive
     asked, keyed = qt * (alive if EARLY_READ else x), pt * (x if DECAYED else alive)
     to, on = running(before, i, SMALL, False, C, TILE), running(after, i, SMALL, True, C, TILE)
-    left, tos, ons, others = on * x, (), (), ()
+    # Products over pieces go through memory to the rows of their siblings.
+    pieces, first = ends + place * (C // SMALL) * P + op[None, :], (i % SMALL == 0)[:, None] & in_p
+    tl.store(pieces + i[:, None] // SMALL * P, on * x, mask=first)
+    tl.debug_barrier()
+    tos, ons, others = (), (), ()
     for n in tl.static_range(PIECE, LOG):
-        tos, ons = more(tos, to), more(ons, on)
-        to, on, left, other = doubled(to, on, left, i, 1 << n, C, TILE)
-        others = more(others, other)
+        tos, ons, other, second = more(tos, to), more(ons, on), qt * 0.0 + 1.0, ((i >> n) % 2 == 1)[:, None]
+        for piece in tl.static_range(1 << (n - PIECE)):
+            sibling = (((i >> n) ^ 1) << (n - PIECE)) + piece
+            other *= tl.load(pieces + sibling[:, None] * P, mask=in_p, other=0.0)
+        to, on, others = tl.where(second, to * other, to), tl.where(second, on, on * other), more(others, other)
+    tl.debug_barrier()
     g_whole = bt * 0.0 + g_end[None, :]
     for n in tl.static_range(LOG - 1, PIECE - 1, -1):
         xq, xp, xb, g_whole = halves(
@@ -328,13 +336,12 @@ def channel_borders(
             others[n - PIECE], i, 1 << n, C, TILE, MOVES, DT, EXACT, HALVES
         )  # fmt: skip
     apart = (place * 0 + total) * P
-    tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
+    tile, there = at[:, None] * P + op[None, :], inside[:, None] & in_p
     tl.store(sums + tile, xq, mask=there)
     if MOVES:
         tl.store(sums + apart + tile, xp, mask=there)
     tl.store(sums + 2 * apart + tile, xb, mask=there)
-    last = ends + (place * (C // SMALL) + i[:, None] // SMALL) * P + op[None, :]
-    tl.store(last, g_whole, mask=(i % SMALL == 0)[:, None] & (op < P)[None, :])
+    tl.store(pieces + i[:, None] // SMALL * P, g_whole, mask=first)
     if RESET:
         zq, zp, by_start = starts_back(rt, born, qt, pt, zq, zp, j[None, :], i, C, DECAYED, EARLY_READ)
         tl.store(fresh + tile, zq, mask=there)
@@ -369,7 +376,8 @@ def channel_tokens(
     thread handles one channel and holds its tokens in registers, so no thread waits for another.
 
     x_l is `left_at` of token l. For each later token t, U_l(t) sums its cotangents over the piece's tokens before l:
-    U_l+1 = x_l U_l + pair(t, l) b_l. Sums over t of products of x from l to t run backwards: s <- . + x_t s."""
+    U_l+1 = x_l U_l + pair(t, l) b_l. Sums over t of products of x from l to t run backwards: s <- x_t s + ., where what
+    comes ahead of retain has been multiplied by x_t."""
     op = tl.arange(0, BP)
     first, start, end, place = origin_of(spans, T, H, N, C, SEG, DOCS, 1)
     in_p, rows = (op < P)[None, :], (place * 0 + total) * P
@@ -386,63 +394,65 @@ def channel_tokens(
         if MOVES:
             of_L = more(of_L, tl.load(own + rows, mask=inside & in_p, other=0.0))
     left = tl.load(ends + piece * P + op[None, :], mask=in_p, other=0.0)
-    for l in range(C):
-        at, inside = first + (start + l) * H, start + l < end
-        cell, there = at * P + op[None, :], inside & in_p
-        w = writes_at(write, at, inside, MASK)
-        x, qt, pt, alive = token_at(q, k, retain, write, reset, overs, total, at, inside, op, P, MASK, RESET, BARE)
-        bt = pt
-        if APART:
-            bt = tl.load(kw + cell, mask=w & in_p, other=0.0).to(tl.float32)
-        bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)
-        gbt, grt = tl.load(sums + 2 * rows + cell, mask=there, other=0.0), left
-        left = x * left + bt * gbt
-        pairs_A, pairs_L, moved_A, moved_L = (), (), (), ()
-        for t in tl.static_range(C):
-            pairs_A = more(pairs_A, tl.load(mine + t * C + l))
-            if MOVES:
-                pairs_L = more(pairs_L, tl.load(mine + apart + t * C + l))
-        gqt, gpt = bt * 0.0, bt * 0.0
-        for t in tl.static_range(C - 1, -1, -1):
-            of_q = of_A[t]
-            if MOVES:
-                of_p = of_L[t]
-            if t > l:
-                gbt, grt = xs[t] * gbt + pairs_A[t] * reads[t], xs[t] * grt + of_q * reads[t]
-                of_q = x * of_q + pairs_A[t] * bt
+    # A loop, for what is unrolled in full compiles for long; in two parts, for the second has half the later tokens.
+    for part in tl.static_range(0, C, C // 2):
+        for l in range(part, part + C // 2):
+            at, inside = first + (start + l) * H, start + l < end
+            cell, there = at * P + op[None, :], inside & in_p
+            w = writes_at(write, at, inside, MASK)
+            x, qt, pt, alive = token_at(q, k, retain, write, reset, overs, total, at, inside, op, P, MASK, RESET, BARE)
+            bt = pt
+            if APART:
+                bt = tl.load(kw + cell, mask=w & in_p, other=0.0).to(tl.float32)
+            bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)
+            gbt, grt = tl.load(sums + 2 * rows + cell, mask=there, other=0.0), left
+            left = x * left + bt * gbt
+            pairs_A, pairs_L, moved_A, moved_L = (), (), (), ()
+            for t in tl.static_range(part, C):
+                pairs_A = more(pairs_A, tl.load(mine + t * C + l))
                 if MOVES:
-                    gbt, grt = gbt + pairs_L[t] * learns[t], grt + of_p * learns[t]
-                    of_p = x * of_p + pairs_L[t] * bt
-            elif t == l:
-                gqt = of_q
+                    pairs_L = more(pairs_L, tl.load(mine + apart + t * C + l))
+            gqt, gpt = bt * 0.0, bt * 0.0
+            for t in tl.static_range(C - 1, part - 1, -1):
+                of_q = of_A[t]
                 if MOVES:
-                    gpt = of_p
-            moved_A = (of_q,) + moved_A
-            if MOVES:
-                moved_L = (of_p,) + moved_L
-        of_A, of_L = moved_A, moved_L
-        if DECAYED:
-            grt += gpt * pt
-            gpt = gpt * x
-        else:
-            gpt = gpt * alive
-        if EARLY_READ:
-            gqt = gqt * alive
-        else:  # a read after the write includes the token's own
-            pair = tl.load(mine + l * C + l)
-            grt += gqt * qt
-            gqt = gqt * x + pair * bt
-            gbt += pair * qt
-        grt = grt * alive
-        if RESET:
-            gqt += tl.load(fresh + cell, mask=there, other=0.0)
-            if MOVES:
-                gpt += tl.load(fresh + rows + cell, mask=there, other=0.0)
-            grt += tl.load(fresh + 2 * rows + cell, mask=there, other=0.0)
-        tl.store(gr + cell, tl.where(w, grt, 0.0), mask=there)
-        tl.store(sums + cell, gqt, mask=there)
-        tl.store(sums + rows + cell, gpt, mask=there)
-        tl.store(sums + 2 * rows + cell, gbt, mask=there)
+                    of_p = of_L[t]
+                if t > l:
+                    gbt, grt = xs[t] * gbt + pairs_A[t - part] * reads[t], xs[t] * grt + of_q * reads[t]
+                    of_q = x * of_q + pairs_A[t - part] * bt
+                    if MOVES:
+                        gbt, grt = gbt + pairs_L[t - part] * learns[t], grt + of_p * learns[t]
+                        of_p = x * of_p + pairs_L[t - part] * bt
+                elif t == l:
+                    gqt = of_q
+                    if MOVES:
+                        gpt = of_p
+                moved_A = (of_q,) + moved_A  # noqa: RUF005
+                if MOVES:
+                    moved_L = (of_p,) + moved_L  # noqa: RUF005
+            of_A, of_L = of_A[:part] + moved_A, of_L[:part] + moved_L
+            if DECAYED:
+                grt += gpt * pt
+                gpt = gpt * x
+            else:
+                gpt = gpt * alive
+            if EARLY_READ:
+                gqt = gqt * alive
+            else:  # a read after the write includes the token's own
+                pair = tl.load(mine + l * C + l)
+                grt += gqt * qt
+                gqt = gqt * x + pair * bt
+                gbt += pair * qt
+            grt = grt * alive
+            if RESET:
+                gqt += tl.load(fresh + cell, mask=there, other=0.0)
+                if MOVES:
+                    gpt += tl.load(fresh + rows + cell, mask=there, other=0.0)
+                grt += tl.load(fresh + 2 * rows + cell, mask=there, other=0.0)
+            tl.store(gr + cell, tl.where(w, grt, 0.0), mask=there)
+            tl.store(sums + cell, gqt, mask=there)
+            tl.store(sums + rows + cell, gpt, mask=there)
+            tl.store(sums + 2 * rows + cell, gbt, mask=there)
     tl.debug_barrier()  # from here on other threads use these rows
     i = tl.arange(0, C)
     at, inside = first + (start + i) * H, start + i < end
