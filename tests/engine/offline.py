@@ -79,6 +79,9 @@ CASES = {
     "kda": Case({**DECAY, "decay_order": "before_gradient"}, channels=True, spilt=(0, 1792), beside=1),
     "wide_kda": Case({**DECAY, "decay_order": "before_gradient"}, width=128, channels=True, spilt=(64, 1792), beside=1),
     "kda_elu": Case({"retention": "decay", "feature_map": "elu", "key_norm": "sum"}, channels=True, spilt=(0, 1792)),
+    "kda_masks": Case(
+        {**DECAY, "read": "before"}, channels=True, given="masks keys", spilt=(320, 1792), beside=1
+    ),
     "momentum": Case({**DECAY, "algorithm": "momentum"}, spilt=MORE, beside=1),
     "every_name": Case(
         {**DECAY, "bias": EveryName(), "algorithm": "momentum", "feature_map": "relu"}, spilt=(320, 1024)

@@ -246,15 +246,8 @@ def starts_back(rt, born, qt, pt, zq, zp, j, i, C: tl.constexpr, DECAYED: tl.con
     j: that of the share at the segment's end."""
     ahead, after = starts(rt, born, i, C)
     by_q, by_p, found = qt * zq, pt * zp, rt * 0.0
-    late, early = by_q * 0.0, by_q * 0.0
-    if EARLY_READ:
-        early += by_q
-    else:
-        late += by_q
-    if DECAYED:
-        late += by_p
-    else:
-        early += by_p
+    late = (found if EARLY_READ else by_q) + (by_p if DECAYED else found)
+    early = (by_q if EARLY_READ else found) + (found if DECAYED else by_p)
     for back in range(C):
         t = C - 1 - back
         # From the last token back: j is the cotangent of what is seen of the start's weights.
