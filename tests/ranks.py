@@ -1,6 +1,6 @@
 """A function on several gloo processes of this machine, with the environment that torchrun gives them.
 
-To start a process and load torch there costs seconds: those that have answered wait for the next function.
+Those that have answered wait for the next function.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing as mp
+
+from tests.forked import Forked
 
 PATIENCE = 120.0  # seconds for all of them together
+ROOT = Path(__file__).parents[1]
 SECONDS = 60.0  # for which one waits for another in a group
 
 
@@ -42,16 +46,14 @@ class Worker:
     """A process that does one task after another."""
 
     def __init__(self) -> None:
-        context = mp.get_context("spawn")
-        self.pipe, end = context.Pipe()
-        self.process = context.Process(target=_work, args=(end,), daemon=True)
-        self.process.start()
-        end.close()  # so that a process that dies is seen
+        self.pipe, end = Pipe()
+        with end:  # so that a process that dies is seen
+            self.process = Forked("from tests.ranks import work; work()", files=(end.fileno(), 1, 2), cwd=ROOT)
 
     def end(self) -> None:
         """Kills it."""
         self.process.kill()
-        self.process.join(10)
+        self.process.wait(10)
         self.pipe.close()
 
 
@@ -113,8 +115,7 @@ def _run(
             found[rank] = worker.pipe.recv()
         done = not lost and all(kind == "value" for kind, _ in found)
     except EOFError:
-        worker.process.join(10)
-        raise Died(f"rank {rank} of {size} died (exit {worker.process.exitcode})") from None
+        raise Died(f"rank {rank} of {size} died (exit {worker.process.wait(10)})") from None
     finally:
         if not done:
             for worker in workers if lost else _IDLE:
@@ -127,7 +128,9 @@ def _run(
     return [None if each is None else each[1] for each in found]
 
 
-def _work(pipe: Any) -> None:
+def work() -> None:
+    """One task after another, which come by what is standard input elsewhere."""
+    pipe = Connection(os.dup(0))
     faulthandler.enable()  # a signal leaves the stack of every thread
     torch.set_num_threads(1)
     while True:

@@ -12,13 +12,30 @@ import pytest
 
 import hecate
 
+STAGES = {
+    "hecate": "import hecate; dir(hecate)",
+    "cli": "import hecate.cli",
+    "help": "try: hecate.cli.main(['--help'])\nexcept SystemExit: pass",
+    "serve": "import hecate.serve",
+    "train": "import hecate.train; from hecate.distributed import ParallelConfig, start; import torch",
+    "alone": "with start(ParallelConfig()) as w: w.agree({}); w.sum(torch.ones(1)); w.from_main(int)",
+}
 
-@pytest.mark.parametrize("line", ["import hecate; dir(hecate)", "import hecate.cli"])
-def test_torch_is_loaded_when_it_is_needed(line: str) -> None:
-    code = f"import sys; {line}; print(*sys.modules)"
+
+@pytest.mark.spec("DIST-IMPORT-D1", "SERVE-CLI-D1", "TRAIN-CLI-D4")
+def test_what_is_heavy_is_loaded_when_it_is_needed() -> None:
+    """By one process, one stage after the other."""
+    told = "\nprint('STAGE', {name!r}, *sys.modules)\n"
+    code = "import sys\n" + "".join(f"{line}{told.format(name=name)}" for name, line in STAGES.items())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert "hecate" in loaded and not loaded & {"torch", "numpy", "pydantic", "yaml"}
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("STAGE ")]
+    loaded = {name: set(modules) for name, *modules in lines}
+    for stage in ("hecate", "cli"):
+        assert "hecate" in loaded[stage] and not loaded[stage] & {"torch", "numpy", "pydantic", "yaml"}
+    assert not loaded["help"] & {"hecate.train", "hecate.models", "matplotlib"} and "Example" in done.stdout
+    assert not loaded["serve"] & {"starlette", "uvicorn"}
+    assert loaded["alone"] == loaded["train"]
+    assert not [name for name in loaded["alone"] if name.startswith("torch.distributed.tensor")]
 
 
 def test_stubs_name_what_the_package_has() -> None:

@@ -25,6 +25,7 @@ from hecate.errors import CheckpointError, ConfigError, DataError, FileSystemWar
 from hecate.files import by_library, make_folder, new_folder, write_file
 from hecate.processes import import_modules, interpreter, safe_path, without_interrupts
 from hecate.train.loggers import MetricsWriter
+from tests import forked
 
 TRAP = "open({mark!r}, 'a').write(__name__ + ' ')\n"
 NAMES = ("statistics", "random", "selectors", "socket", "struct", "queue", "signal", "numpy", "torch", "typing")
@@ -190,10 +191,7 @@ for to in trained.FORMATS:
 
 
 def test_what_libraries_say_of_a_disk_is_told_as_what_it_is(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(hecate.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", WRITERS], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = forked.run(WRITERS, cwd=tmp_path)
     lines = [f"cannot write {to}: File too large; choose another --out" for to in ("safetensors", "torch", "dcp")]
     assert done.stdout.splitlines() == lines, done.stderr
     assert not list(tmp_path.iterdir()) and "Warning" not in done.stderr

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hecate import cli, errors, terminal
+from hecate import errors, terminal
 from hecate.cli import main
 from hecate.data.tokenizer import Bytes, FileTokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError, printable, shorten
 from hecate.terminal import OutputError, StandardError, afterwards, echo, message_of
 from hecate.train.display import Display, print_table
+from tests import forked
 from tests.test_cli import TINY
 
 NASTY = "a\x1b]0;x\x07\r\x7f\x9b31m\u202e\u2066\udcff"
@@ -282,10 +283,7 @@ os.write(kept, repr(found).encode())
 @pytest.mark.spec("TRAIN-CLI-D6")
 def test_real_streams_that_are_full_or_closed(tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", SHELL], cwd=tmp_path, capture_output=True, env=environment, text=True, timeout=120
-    )
+    done = forked.run(SHELL, cwd=tmp_path)
     assert done.stdout == "[2, 2, 2, 0, 2, 141, 0, 0, 2]", done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
     assert "the work itself is done" in done.stderr

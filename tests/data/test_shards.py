@@ -39,6 +39,7 @@ from hecate.data.shards import (
 from hecate.data.tokenize import tokenize
 from hecate.data.tokenizer import open_tokenizer, train_tokenizer
 from hecate.errors import DataError, install_line
+from tests import forked
 from tests.data.corpora import WORDS, bytes_folder, jsonl, texts
 from tests.ranks import descendants
 
@@ -159,8 +160,7 @@ def test_a_killed_run_goes_on(tmp_path):
     how = {"tokenizer": "bytes", "validation": 0.2, "shard_tokens": 1000}
     tokenize([str(source)], tmp_path / "whole", **how)
     out, notes = tmp_path / "out", []
-    command = [sys.executable, "-c", KILLED, str(source), str(out), "1", "2", "5", "11", "12", "13", "20"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = forked.run(KILLED, source, out, 1, 2, 5, 11, 12, 13, 20)
     assert done.stdout.split() == [str(int(signal.SIGKILL))] * 7 and not (out / SIDECAR).exists()
     parts = sorted(path.name for path in out.glob("part-*.json"))
     assert len(parts) >= 3
@@ -526,7 +526,7 @@ def test_ten_gigabytes_cost_no_more_memory_than_ten_megabytes(tmp_path):
     fields = {"dtype": "uint16", "vocabulary": 50_257, "tokenizer": None, "end": None, "lengths": None}
     sidecar = Sidecar.model_validate({**fields, "train": shards, "validation": []})
     (tmp_path / SIDECAR).write_text(sidecar.text())
-    done = subprocess.run([sys.executable, "-c", HUGE, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = forked.run(HUGE, tmp_path)
     seconds, megabytes, length = map(float, done.stdout.split())
     assert seconds < 2 and megabytes < 50 and length == 2048
 

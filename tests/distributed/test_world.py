@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -75,18 +73,6 @@ def test_a_card_that_is_not_here_is_refused(monkeypatch, cards, sentence):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     with pytest.raises(ConfigError, match=f"budget.device: is 'cuda', .*{sentence}"), start(ParallelConfig(), "cuda"):
         pass
-
-
-@pytest.mark.spec("DIST-IMPORT-D1")
-def test_one_process_loads_nothing_of_torch_distributed():
-    code = (
-        "import sys, hecate.train; from hecate.distributed import ParallelConfig, start\n"
-        "import torch; before = set(sys.modules)\n"
-        "with start(ParallelConfig()) as world: world.agree({}); world.sum(torch.ones(1)); world.from_main(int)\n"
-        "print(*(set(sys.modules) - before), *(n for n in sys.modules if n.startswith('torch.distributed.tensor')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not done.stdout.split()
 
 
 def asked() -> dict[str, object]:

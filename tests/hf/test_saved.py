@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from hecate.errors import ConfigError, install_line
 from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel
 from hecate.models import HopeConfig, LanguageModel, LanguageModelConfig
 from hecate.train import load_experiment
+from tests import forked
 from tests.hf.common import LEVELS, RULES, SOME, made, moved, same_bits, tokens
 
 EPS = torch.finfo(torch.float64).eps
@@ -222,10 +221,7 @@ sys.meta_path.insert(0, Absent())
 
 def without(module, code, *arguments):
     """What a Python says that lacks a module."""
-    code = ABSENT.format(absent=module) + code
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+    done = forked.run(ABSENT.format(absent=module) + code, *arguments)
     return done.stdout + done.stderr
 
 

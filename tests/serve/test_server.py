@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from hecate.errors import ConfigError
 from hecate.serve import Limits, Memories, PrefixCache, Scheduler, application
 from hecate.serve.protocol import WINDOW, Cutter, parse
 from hecate.serve.server import serve
+from tests import forked
 from tests.serve.common import TEXTS, alone, listening, made, said
 
 COUNT = 10
@@ -422,43 +422,35 @@ def test_answers_that_are_cut_by_the_end_of_the_server_say_so(model):
 
 
 SERVER = """
-import os
 import sys
 import torch
-import uvicorn
 from hecate import states
 from hecate.serve import Memories, Scheduler, application
 from hecate.serve.server import serve
-from tests.serve.common import TEXTS, alone, made
+from tests.serve.common import TEXTS, made
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
 model = made()
-alone(model, [[1]], 2)  # loads kernels once for all
-for _ in sys.stdin:  # a server for each line, one after the other
-    child = os.fork()
-    if not child:
-        scheduler = Scheduler(model, memories=Memories(sys.argv[1], states.fingerprint(model)))
-        serve(application(scheduler, TEXTS), port=int(sys.argv[2]))
-        os._exit(0)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+scheduler = Scheduler(model, memories=Memories(sys.argv[1], states.fingerprint(model)))
+serve(application(scheduler, TEXTS), port=int(sys.argv[2]))
 """
 
 
-def started(servers: Any, port: int) -> int:
+@contextlib.contextmanager
+def started(folder: Path, port: int) -> Iterator[forked.Forked]:
     """The process of a server that answers."""
+    process = forked.Forked(SERVER, folder, port)
 
     def ready() -> bool:
-        assert servers.poll() is None
-        try:
+        with contextlib.suppress(httpx.HTTPError):
             return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return False
 
-    print(file=servers.stdin, flush=True)
-    pid = int(servers.stdout.readline())
-    wait_for(ready, 120)
-    return pid
+    try:
+        wait_for(ready, 120)
+        yield process
+    finally:
+        process.kill()
 
 
 @pytest.mark.spec("SERVE-USER-D1")
@@ -468,26 +460,20 @@ def test_a_memory_survives_a_server_that_is_killed(tmp_path, model):
     wanted = said(model, turns, COUNT)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    url, command = f"http://127.0.0.1:{port}", [sys.executable, "-c", SERVER, str(tmp_path), str(port)]
-    how: dict[str, Any] = {"cwd": Path(__file__).parents[2], "text": True, "start_new_session": True}
-    servers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how)
-    try:
-        pid = started(servers, port)
+    url = f"http://127.0.0.1:{port}"
+    with started(tmp_path, port) as process:
         assert post(url, prompt=turns[0], user="ada", **HOW).json()["choices"][0]["text"] == wanted[0]
         body = {"prompt": "no", "user": "ada", "stream": True, "max_tokens": 1000}
         with httpx.stream("POST", f"{url}/v1/completions", timeout=20, json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            os.kill(pid, signal.SIGKILL)
-        assert int(servers.stdout.readline()) == -signal.SIGKILL
-        pid = started(servers, port)
+            process.kill()
+        assert process.wait() == -signal.SIGKILL
+    with started(tmp_path, port) as process:
         for turn, text in zip(turns[1:], wanted[1:], strict=True):
             assert post(url, prompt=turn, user="ada", **HOW).json()["choices"][0]["text"] == text
-        os.kill(pid, signal.SIGTERM)
-        assert int(servers.stdout.readline()) == 0  # what comes after `serve` is done, such as saving a tree
-    finally:
-        os.killpg(servers.pid, signal.SIGKILL)
-        servers.communicate()
+        process.kill(signal.SIGTERM)
+        assert process.wait() == 0  # what comes after `serve` is done, such as saving a tree
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
@@ -575,7 +561,7 @@ server.serve(Starlette(lifespan=running), port=0)
 
 
 def test_a_second_ctrl_c_stops_the_application_and_prints_no_traceback():
-    ended = subprocess.run([sys.executable, "-c", STOPPED_TWICE], capture_output=True, text=True, timeout=120)
+    ended = forked.run(STOPPED_TWICE)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "stopped\n", "")
 
 
@@ -591,10 +577,6 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
     with pytest.raises(ImportError, match=r'needs starlette and uvicorn: pip install -c constraints.txt "\.\[serve\]"'):
         importlib.import_module("hecate.serve").application  # noqa: B018
     assert 'pip install -c constraints.txt ".[serve]"' in hecate("serve", tmp_path)[2]
-    code = (
-        "import sys, hecate, hecate.cli, hecate.serve; sys.exit('starlette' in sys.modules or 'uvicorn' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
