@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-LOADED = ("torch.distributed.tensor", "torch.distributed.fsdp", "hecate.train", "hecate.cli", "numba", "pytest")
+LOADED = (
+    "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "hecate.train", "hecate.cli", "numba",
+    "pytest",
+)  # fmt: skip
+"""By what tests run in processes; torch itself loads the first at a first step of its Adam."""
 MAIN = """
 import sys
 from tests.forked import serve
@@ -65,7 +69,8 @@ class Forked:
         if cls._home is None:
             cls._home, end = socket.socketpair()
             with end:
-                own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+                paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+                own = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
                 command = [sys.executable, "-c", MAIN, str(end.fileno())]
                 process = subprocess.Popen(command, env=own, cwd=ROOT, pass_fds=[end.fileno()])
             atexit.register(lambda home: (home.close(), process.wait()), cls._home)
