@@ -28,9 +28,9 @@ from hecate.evals import (
 from hecate.evals.base import Given, Part, Row
 from hecate.evals.tasks import Haystack, encoder_of
 from hecate.models import LanguageModel, LanguageModelConfig
-from hecate.train import generate, run_experiment
+from hecate.train import generate
 from hecate.train.trained import open_model
-from tests.train.common import TiedGRU, tiny
+from tests.train.common import TiedGRU, quiet_run, tiny
 
 TEXT = "\n".join(f"This is line {n} of a text. It says little! Does it? Number {n * n}." for n in range(300))
 GIVEN = Given(encoder_of(Bytes()), TEXT, 256)
@@ -287,7 +287,7 @@ def test_a_run_is_evaluated_into_its_folder(tmp_path):
     text = {"kind": "text", "paths": [str(tmp_path / "book.txt")]}
     config = tiny(data=text, budget={"steps": 2, "seq_len": 16, "eval_every": 2, "checkpoint_every": 2})
     run = tmp_path / "run"
-    run_experiment(config, run)
+    quiet_run(config, run)
     names = ["niah", "variable_tracking", "loss_by_position"]
     report, folder = evaluate_run(str(run), names, lengths=[1100], samples=2)
     assert folder == run / "evals" / "step-2" and len(report.results) == 5
@@ -311,7 +311,7 @@ def test_a_run_is_evaluated_into_its_folder(tmp_path):
 @pytest.mark.spec("EVAL-RUN-D1")
 def test_a_run_on_a_task_is_asked_its_own(hecate, tmp_path):
     run = tmp_path / "run"
-    run_experiment(tiny(budget={"steps": 2, "eval_every": 2, "checkpoint_every": 2}), run)
+    quiet_run(tiny(budget={"steps": 2, "eval_every": 2, "checkpoint_every": 2}), run)
     code, said, _ = hecate("eval", run, "--tasks", "mqar", "--samples", 3, "--out", tmp_path / "out")
     assert code == 0 and "mqar" in said
     assert f"results: {tmp_path / 'out' / 'step-2'}" in said and not (run / "evals").exists()

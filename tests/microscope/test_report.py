@@ -23,10 +23,7 @@ def trained(tmp_path_factory):
     """A run of one memory with checkpoints of steps 2 and 4, without figures of its own."""
     folder, dtype = tmp_path_factory.mktemp("runs") / "tiny", torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib.figure", None)
-        budget = {"steps": 4, "checkpoint_every": 2, "eval_every": 2}
-        quiet_run(tiny(budget=budget), folder)
+    quiet_run(tiny(budget={"steps": 4, "checkpoint_every": 2, "eval_every": 2}), folder)
     torch.set_default_dtype(dtype)
     return folder
 
@@ -40,12 +37,9 @@ def run(trained, tmp_path):
 @pytest.mark.spec("SCOPE-STRENGTH-I1")
 def test_a_memory_that_writes_nothing_is_warned_of(tmp_path):
     torch.set_default_dtype(torch.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib.figure", None)
-        budget = {"steps": 1, "checkpoint_every": 1}
-        data = {**TASK, "seq_len": 64}
-        faint = tiny(budget=budget, data=data, model={"memory": {"algorithm": {"kind": "gd", "lr": 1e-5}}})
-        quiet_run(faint, tmp_path / "run")
+    budget, data = {"steps": 1, "checkpoint_every": 1}, {**TASK, "seq_len": 64}
+    faint = tiny(budget=budget, data=data, model={"memory": {"algorithm": {"kind": "gd", "lr": 1e-5}}})
+    quiet_run(faint, tmp_path / "run")
     with pytest.warns(HealthWarning, match="memory 'blocks.0.memory' writes nothing: .* raise algorithm.lr"):
         report_run(tmp_path / "run")
     assert "writes" in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
@@ -112,9 +106,7 @@ def test_a_model_without_memories(tmp_path):
     budget = {"steps": 1, "batch_size": 2, "eval_batches": 1}
     fields = {"name": "tiny", "model": model, "data": TASK, "budget": budget}
     config, folder = ExperimentConfig.model_validate(fields), tmp_path / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib.figure", None)
-        quiet_run(config, folder)
+    quiet_run(config, folder)
     with pytest.raises(ConfigError, match="no memories to look at"):
         report_run(folder)
 

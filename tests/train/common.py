@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,8 +32,10 @@ def tiny(**fields) -> ExperimentConfig:
 
 
 def quiet_run(config, folder, **how):
-    """`run_experiment` without a word."""
-    return run_experiment(config, folder, display=Display(quiet=True), **how)
+    """`run_experiment` without a word and without figures, which take a second to draw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        return run_experiment(config, folder, display=Display(quiet=True), **how)
 
 
 def text_run(home, **fields):

@@ -400,13 +400,12 @@ def attempt(folder: str, port: int, number: int) -> tuple[Any, str]:
 
 
 @pytest.mark.spec("DIST-RUN-D1", "DIST-RUN-D2")
-def test_a_launch_goes_on_after_its_processes_have_died(tmp_path, monkeypatch):
+def test_a_launch_goes_on_after_its_processes_have_died(tmp_path):
     config = it(tmp_path)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(2, attempt, str(tmp_path), store.port, 0) == [(1, "")] * 2
     (code, said), other = run_ranks(2, attempt, str(tmp_path), store.port, 1)
     assert code == 0 and said.count("finished at step 20") == 1 and other == (0, "")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     went_on(tmp_path, config)
 
 
@@ -438,7 +437,6 @@ def went_on(folder: Path, config: Any) -> None:
 def gone_on(folder: str, parallel: dict[str, Any], steps: int) -> dict[str, Any]:
     """A run that goes on with what another world has left, saving behind itself."""
     warnings.simplefilter("ignore")
-    sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]
     config = chained(steps, parallel)
     with start(config.parallel, timeout=60.0) as world:
         resume = (Path(folder) / "config.yaml").exists()

@@ -32,7 +32,7 @@ from .common import Interrupted, TiedGRU, quiet_run, tiny
 def drawn(tmp_path_factory):
     """A run whose report has figures: it is made before those of a test are turned off."""
     pytest.importorskip("matplotlib.figure")
-    return quiet_run(tiny(), tmp_path_factory.mktemp("drawn") / "run")
+    return run_experiment(tiny(), tmp_path_factory.mktemp("drawn") / "run", display=Display(quiet=True))
 
 
 @pytest.mark.spec("TRAIN-RUN-D1")

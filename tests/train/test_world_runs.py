@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ class Fails(Hooks):
 
 def stopped(folder: str) -> dict[str, Any]:
     """What each fault of one rank raises on this one, and after how many seconds; the run that went on after it."""
-    sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]
     found: dict[str, Any] = {}
     config = experiment(parallel={"data": 2}, budget=SHORT)
     with start(ParallelConfig(data=2), timeout=60.0) as world:
