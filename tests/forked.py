@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -51,17 +50,15 @@ class Forked:
 
     _home: socket.socket | None = None
 
-    def __init__(
-        self, code: str, *argv: object, files: tuple[int, ...] = (0, 1, 2), cwd: Any = ".",
-        env: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, code: str, *argv: object, files: tuple[int, ...] = (0, 1, 2), cwd: str | Path = ".") -> None:
         self._said, end = Pipe()
-        asked = Asked(code, tuple(map(str, argv)), str(Path(cwd).resolve()), dict(os.environ if env is None else env))
+        asked = Asked(code, tuple(map(str, argv)), str(Path(cwd).resolve()), dict(os.environ))
         message = pickle.dumps(asked)
         with end:
             socket.send_fds(self._begun(), [len(message).to_bytes(8)], [end.fileno(), *files])
             self._begun().sendall(message)
-        self.pid, self.returncode = int(self._said.recv()), None
+        self.pid: int = self._said.recv()
+        self.returncode: int | None = None
 
     @classmethod
     def _begun(cls) -> socket.socket:
@@ -109,7 +106,7 @@ def _all_of(number: int) -> str:
 
 
 def serve(number: int) -> Asked | None:
-    """Forks a process for each that is asked for, in which this returns it; None where nothing more will be."""
+    """Forks a process for each request, in which this returns it; None once there will be no more."""
     for name in LOADED:
         __import__(name)
     home, waiting = socket.socket(fileno=number), set[int]()

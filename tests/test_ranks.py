@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.ranks import Died, run_ranks
 
 
@@ -26,6 +27,16 @@ def die_while_there_is(path: str) -> int:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGABRT)
+
+
+def test_a_forked_process_is_as_one_that_python_starts(tmp_path):
+    code = "import os, sys; print(sys.argv, os.getcwd(), sys.stdin.read()); sys.exit('no')"
+    done = forked.run(code, 3, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (1, f"['-c', '3'] {tmp_path} \n", "no\n")
+    assert "ZeroDivisionError" in forked.run("1 / 0").stderr
+    process = forked.Forked("import time; time.sleep(60)")
+    process.kill(signal.SIGTERM)
+    assert process.wait() == -signal.SIGTERM
 
 
 def test_a_process_that_has_answered_before_and_dies_is_tried_once_more(tmp_path, capsys):

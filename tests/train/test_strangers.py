@@ -84,7 +84,7 @@ def refused(way, folder, message):
 def test_a_link_in_a_run_folder_leads_nowhere(folder, tmp_path, name, way):
     target = tmp_path / "elsewhere"
     inner = folder / name
-    if inner.is_dir() or name in ("evals", "tensorboard", "wandb"):
+    if inner.is_dir() or name in ("evals", "figures", "tensorboard", "wandb"):
         target.mkdir()
         (target / "step_00000099").mkdir()
         (target / "precious.png").write_text(SECRET)
