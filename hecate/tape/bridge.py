@@ -62,8 +62,7 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
         def pullback(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Values:
             # Remembered results would be constants to a second derivative, so then everything runs again.
             checkpoints = [] if record is None or torch.is_grad_enabled() else record
-            with full_precision(cotangents):
-                return Tape().replay(program, inputs, cotangents, checkpoints)
+            return Tape().replay(program, inputs, cotangents, checkpoints)
 
         if compiling:  # which cannot trace a Function that gets one tensor twice
             inputs = distinct(inputs, set())
@@ -215,7 +214,8 @@ class _Function(torch.autograd.Function):
                 leaves.append(other if tensor is None else tensor)
             (record,) = tree_unflatten(leaves, ctx.layout)
         grads = list(filter(partial(is_not, None), cotangents))
-        return None, None, None, *ctx.pullback(inputs, record, grads)
+        with full_precision(grads):
+            return None, None, None, *ctx.pullback(inputs, record, grads)
 
 
 def _with_tangents(*given: Any) -> Tensors:
