@@ -490,9 +490,8 @@ class Variant(Config):
         if kind is None:
             raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {', '.join(known)}")
         if not isinstance(kind, str) or kind not in known:
-            near = did_you_mean(kind, known)
-            tip = "" if near else " One of your own needs its module imported, with --import MODULE on the command line"
-            raise ConfigError(f"unknown {cls._family} kind {shorten(kind)}{not_known(kind, known, near)}{tip}")
+            tip = "One of your own needs its module imported, with --import MODULE on the command line"
+            raise ConfigError(f"unknown {cls._family} kind {shorten(kind)}{not_known(kind, known)} {tip}")
         return known[kind].model_validate(dict(fields))
 
     @classmethod

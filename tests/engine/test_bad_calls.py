@@ -88,6 +88,7 @@ def test_impossible_combinations_name_both_settings(fields, words):
         ({"algorithm": {"kind": "gd", "lr": -0.1}}, "algorithm.lr: must be >= 0"),
         ({"structure": {"kind": "mlp", "layers": 0}}, "structure.layers: must be >= 1"),
         ({"bias": "hubber"}, "Did you mean 'huber'?"),
+        ({"bias": "hubber"}, "One of your own needs its module imported, with --import MODULE on the command line"),
         ({"bias": "cosh"}, "One of your own needs its module imported, with --import MODULE on the command line"),
         ({"comit": "chunk"}, "Did you mean 'commit'?"),
     ],
