@@ -225,7 +225,7 @@ def versions(packages: Iterable[str] = ("torch", "numpy", "pydantic", "safetenso
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-    return installed
+    return installed | {"torch": str(torch.__version__)}  # with its build, such as +cu130, which the package leaves out
 
 
 @dataclass
