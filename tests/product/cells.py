@@ -250,9 +250,11 @@ def fieldwise(names: tuple[str, ...] = Cell._fields, seed: int = 0) -> list[Cell
     A gating makes the gates itself, and is not met by gates that are given.
     """
     found, source = all_axes(), torch.Generator().manual_seed(seed)
+    # Axes of many kinds first: their pairs ask for the most cells, in which those of the others find places.
+    axes_of_pairs = sorted(combinations(names, 2), key=lambda both: -len(found[both[0]]) * len(found[both[1]]))
     pairs = [
         pair
-        for a, b in combinations(names, 2)
+        for a, b in axes_of_pairs
         for pair in product([(a, x) for x in found[a]], [(b, y) for y in found[b]])
         if {a, b} != {"gating", "gates"} or "none" in (pair[0][1], pair[1][1])
     ]
@@ -313,6 +315,7 @@ def some_cells(count: int, seed: int = 0) -> Iterator[Cell]:
         yield Cell(**(drawn if drawn["gating"] == "none" else {**drawn, "gates": "none"}))
 
 
+@cache
 def validate(cell: Cell) -> MemoryConfig | Verdict:
     """The cell's configuration, or the verdict on its refusal."""
     try:
