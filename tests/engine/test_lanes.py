@@ -207,24 +207,45 @@ def test_powers_take_numbers():
 PAIRS = np.array([*product([*SPECIAL, 3.0, 1e-40, 1e30], repeat=2)]).T
 
 
+OPERATORS = [operator.add, operator.sub, operator.mul, operator.truediv]
+COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("of", ["add", "sub", "mul", "truediv"])
-def test_operators_round_once(of, dtype):
+def test_operators_round_once(dtype):
+    """All in one kernel: c says which."""
     x, y = (padded(row.astype(dtype)) for row in PAIRS)
-    on = getattr(operator, of)
+    add, sub, mul, div = OPERATORS
+    where = lanes.where
+
+    def each(a: Any, b: Any, c: Any) -> Any:
+        """By two vectors, or by numbers on either side."""
+        pairs = where(c < 2, where(c < 1, add(a, b), sub(a, b)), where(c < 3, mul(a, b), div(a, b)))
+        left = where(c < 6, where(c < 5, add(0.1, add(a, 3)), sub(0.1, sub(a, 3))), mul(0.1, mul(a, 3)))
+        return where(c < 4, pairs, where(c < 7, left, div(0.1, div(a, 3))))
+
     with np.errstate(all="ignore"):
-        same(applied(lambda a, b, c: on(a, b), x, y), on(x, y))
-        same(applied(lambda a, b, c: on(0.1, on(a, 3)), x), on(dtype(0.1), on(x, dtype(3))))
+        expected = [on(x, y) for on in OPERATORS] + [on(dtype(0.1), on(x, dtype(3))) for on in OPERATORS]
+    which = np.repeat(np.arange(8, dtype=dtype), x.size)
+    same(applied(each, np.tile(x, 8), np.tile(y, 8), which), np.concatenate(expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("of", ["lt", "le", "gt", "ge", "eq", "ne"])
-def test_comparisons_are_those_of_torch(of, dtype):
+def test_comparisons_are_those_of_torch(dtype):
+    """All in one kernel, each with a vector, or else with a number, as the digits of a sum."""
     x, y = (padded(row.astype(dtype)) for row in PAIRS)
-    on, where = getattr(operator, of), lanes.where
-    two, one = (on(torch.from_numpy(x), other).numpy() for other in (torch.from_numpy(y), 1))
-    found = applied(lambda a, b, c: where(on(a, b), a, where(on(a, 1), 3, 0.5)), x, y)
-    same(found, np.where(two, x, np.where(one, 3, dtype(0.5))))
+    where = lanes.where
+
+    def digit(on: Any, size: float) -> Any:
+        return inline(lambda a, b: where(on(a, b), 2 * size, where(on(a, 1), size, 0.0)))
+
+    one, two, three, four, five, six = (digit(on, 3.0**at) for at, on in enumerate(COMPARISONS))
+    found = applied(lambda a, b, c: one(a, b) + two(a, b) + three(a, b) + four(a, b) + five(a, b) + six(a, b), x, y)
+    expected = 0
+    for at, on in enumerate(COMPARISONS):
+        both, alone = (on(torch.from_numpy(x), other).numpy() for other in (torch.from_numpy(y), 1))
+        expected = expected + 3.0**at * np.where(both, 2, np.where(alone, 1, 0))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
