@@ -181,9 +181,7 @@ def test_one_scan_for_memory_and_normaliser(engine, bias, monkeypatch):
 
 
 @pytest.mark.spec("ENG-NUM-I2")
-@pytest.mark.parametrize(
-    ("bias", "algorithm"), [*zip(FORMS, ["gd", "momentum", "gd", "momentum", "momentum"], strict=True)], ids=str
-)
+@pytest.mark.parametrize(("bias", "algorithm"), [*zip(FORMS[:4], ["gd", "momentum"] * 2, strict=True)], ids=str)
 def test_single_precision(bias, algorithm):
     """Against the token loop in float64, the error may be twice the token loop's own."""
     config = MemoryConfig(bias=bias, retention="decay", algorithm=algorithm, key_norm="l2")

@@ -144,9 +144,14 @@ def test_text_equals_methods(dtype: torch.dtype) -> None:
                 check(formula.link, retention.weights, weights_vjp, memory)
 
 
+# Steps by one retain and by one of each cell; links, which meet no retain, by either.
+IN_KERNELS = [(0, False), (0, True), (1, False), (2, True), (3, False), (3, True)]
+
+
 @pytest.mark.spec("ENG-FORMULA-D4", "ENG-NUM-D8")
-@pytest.mark.parametrize("at", range(len(OWN)), ids=[retention.kind for retention in OWN])
-@pytest.mark.parametrize("channels", [False, True], ids=["", "channels and values"])
+@pytest.mark.parametrize(
+    ("at", "channels"), IN_KERNELS, ids=[f"{OWN[at].kind}{'-channels' * wide}" for at, wide in IN_KERNELS]
+)
 def test_a_retention_of_ones_own_runs_in_kernels(at: int, channels: bool) -> None:
     """Outputs, states and all gradients, at widths around whole vectors and fours."""
     pytest.importorskip("numba")
