@@ -178,12 +178,12 @@ def test_one_tensor_as_query_key_and_value():
 
 @pytest.mark.spec("ENG-RESET-I1")
 def test_gates_above_one_do_not_multiply_over_documents():
-    """Momentum of 1e100 at the start of every document, whose product over four is no float64."""
+    """Momentum of 1e150 at the start of every document, whose product over four is no float64."""
     source = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 12, 2, 4, generator=source) for _ in range(3))
     config = config_of(algorithm=Momentum(bounded=False), retention="decay", key_norm="l2")
     reset = torch.arange(12).remainder(3).eq(0).expand(1, 12)
-    momentum = torch.where(reset.unsqueeze(-1), 1e100, 0.5).expand(1, 12, 2)
+    momentum = torch.where(reset.unsqueeze(-1), 1e150, 0.5).expand(1, 12, 2)
     gates = Gates(lr=0.5, retain=0.9, momentum=momentum)
     expected, _ = memory_scan(config, q, k, v, gates, reset_mask=reset, engine="sequential")
     for engine in exact_engines(config, length=12, masked=True):
