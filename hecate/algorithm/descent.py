@@ -363,7 +363,7 @@ class RLS(Descent):
 
 
 @delegating("inner", "slots", "uses_momentum", "weighted_sum", "default_momentum", "refusal", "slot_shapes")
-@delegating("inner", "direction", "direction_vjp")
+@delegating("inner", "direction", "direction_vjp", "block")
 class Omega(Algorithm):
     r"""omega: G = sum_(a < window) decay^a grad ell(M; phi_(t-a), v_(t-a)), then `inner`'s step.
 

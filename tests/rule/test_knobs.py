@@ -17,7 +17,7 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.tape.ops import over, sum_to_gate
 from hecate.testing import check_knobs, check_rule, check_vjp
 from tests.reference import memory as reference
-from tests.registries import restore_registries
+from tests.registries import restore_registries, shipped_kinds
 
 # A user's own knobs, with the least that a family asks for, defined after the library was imported.
 
@@ -186,6 +186,14 @@ def test_users_variants_together():
         type(knob).hand_written() for knob in (config.bias, config.retention, config.algorithm, config.structure)
     )
     check_rule(config)
+    check_rule(MemoryConfig(algorithm={"kind": "omega", "window": 2, "inner": SmoothSign()}))
+
+
+def test_shipped_kinds_have_their_derivatives_by_hand():
+    """Those of torch.func cannot be exported; two go through networks."""
+    kinds = [item for family in FAMILIES.values() for item in shipped_kinds(family).items()]
+    left = {kind for kind, cls in kinds if cls._derivatives and not cls.hand_written()}
+    assert left == {"deep_momentum", "two_pass"}
 
 
 def test_check_rule_finds_a_wrong_knob(monkeypatch):

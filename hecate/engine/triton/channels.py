@@ -94,6 +94,12 @@ def more(found, x):
 
 
 @triton.jit
+def joined(found, others):
+    """A tuple and the items of another."""
+    return found + others
+
+
+@triton.jit
 def beside(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
     """For each row, the sum over the sibling of its piece of h rows: the other half of the piece of 2 h rows."""
     half = tl.arange(0, 2)[None, :, None]
@@ -420,10 +426,10 @@ def channel_tokens(
                     gqt = of_q
                     if MOVES:
                         gpt = of_p
-                moved_A = (of_q,) + moved_A  # noqa: RUF005
+                moved_A = joined((of_q,), moved_A)
                 if MOVES:
-                    moved_L = (of_p,) + moved_L  # noqa: RUF005
-            of_A, of_L = of_A[:part] + moved_A, of_L[:part] + moved_L
+                    moved_L = joined((of_p,), moved_L)
+            of_A, of_L = joined(of_A[:part], moved_A), joined(of_L[:part], moved_L)
             if DECAYED:
                 grt += gpt * pt
                 gpt = gpt * x
