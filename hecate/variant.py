@@ -418,7 +418,7 @@ class Variant(Config):
         options.pop("family", None)
         super().__pydantic_init_subclass__(**options)
         cls._declares = still_declared(cls, "kernel", cls._formulas)
-        cls._settle()
+        cls._derived = all(inspect.getattr_static(cls, name) is not cls._of_family(name) for name in cls._derivatives)
         field = cls.model_fields["kind"]
         kind = field.default
         if not isinstance(kind, str):
@@ -449,11 +449,6 @@ class Variant(Config):
     def _of_family(cls, name: str) -> Any:
         """A method or property as defined for all variants, by the family or by the helper class that adds it."""
         return next(vars(base)[name] for base in reversed(cls.__mro__) if name in vars(base))
-
-    @classmethod
-    def _settle(cls) -> None:
-        """Looks once at which derivatives a class defines, which `torch.compile` could not."""
-        cls._derived = all(inspect.getattr_static(cls, name) is not cls._of_family(name) for name in cls._derivatives)
 
     @classmethod
     def hand_written(cls) -> bool:
@@ -584,7 +579,7 @@ def delegating(field: str, *names: str) -> Callable[[Class], Class]:
     def decorated(cls: Class) -> Class:
         for name in names:
             setattr(cls, name, of_field(name))
-        cls._settle()  # type: ignore[attr-defined]
+        cls._derived |= set(cls._derivatives) <= set(names)  # type: ignore[attr-defined]
         return cls
 
     return decorated

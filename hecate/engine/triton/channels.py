@@ -88,14 +88,8 @@ def sizes(x, at, inside, o, P: tl.constexpr, PHI: tl.constexpr):
 
 
 @triton.jit
-def more(found, x):
-    """Appends to a tuple, which Triton cannot unpack."""
-    return found + (x,)  # noqa: RUF005
-
-
-@triton.jit
 def joined(found, others):
-    """A tuple and the items of another."""
+    """A tuple and the items of another, which Triton cannot unpack."""
     return found + others
 
 
@@ -322,11 +316,11 @@ def channel_borders(
     tl.debug_barrier()
     tos, ons, others = (), (), ()
     for n in tl.static_range(PIECE, LOG):
-        tos, ons, other, second = more(tos, to), more(ons, on), qt * 0.0 + 1.0, ((i >> n) % 2 == 1)[:, None]
+        tos, ons, other, second = joined(tos, (to,)), joined(ons, (on,)), qt * 0.0 + 1.0, ((i >> n) % 2 == 1)[:, None]
         for piece in tl.static_range(1 << (n - PIECE)):
             sibling = (((i >> n) ^ 1) << (n - PIECE)) + piece
             other *= tl.load(pieces + sibling[:, None] * P, mask=in_p, other=0.0)
-        to, on, others = tl.where(second, to * other, to), tl.where(second, on, on * other), more(others, other)
+        to, on, others = tl.where(second, to * other, to), tl.where(second, on, on * other), joined(others, (other,))
     tl.debug_barrier()
     g_whole = bt * 0.0 + g_end[None, :]
     for n in tl.static_range(LOG - 1, PIECE - 1, -1):
@@ -388,10 +382,11 @@ def channel_tokens(
         at, inside = first + (start + t) * H, start + t < end
         own = sums + at * P + op[None, :]
         x, qt, pt, alive = token_at(q, k, retain, write, reset, overs, total, at, inside, op, P, MASK, RESET, BARE)
-        xs, of_A = more(xs, x), more(of_A, tl.load(own, mask=inside & in_p, other=0.0))
-        reads, learns = more(reads, qt * (alive if EARLY_READ else x)), more(learns, pt * (x if DECAYED else alive))
+        xs, of_A = joined(xs, (x,)), joined(of_A, (tl.load(own, mask=inside & in_p, other=0.0),))
+        qt, pt = qt * (alive if EARLY_READ else x), pt * (x if DECAYED else alive)
+        reads, learns = joined(reads, (qt,)), joined(learns, (pt,))
         if MOVES:
-            of_L = more(of_L, tl.load(own + rows, mask=inside & in_p, other=0.0))
+            of_L = joined(of_L, (tl.load(own + rows, mask=inside & in_p, other=0.0),))
     left = tl.load(ends + piece * P + op[None, :], mask=in_p, other=0.0)
     # A loop, for what is unrolled in full compiles for long; in two parts, for the second has half the later tokens.
     for part in tl.static_range(0, C, C // 2):
@@ -408,9 +403,9 @@ def channel_tokens(
             left = x * left + bt * gbt
             pairs_A, pairs_L, moved_A, moved_L = (), (), (), ()
             for t in tl.static_range(part, C):
-                pairs_A = more(pairs_A, tl.load(mine + t * C + l))
+                pairs_A = joined(pairs_A, (tl.load(mine + t * C + l),))
                 if MOVES:
-                    pairs_L = more(pairs_L, tl.load(mine + apart + t * C + l))
+                    pairs_L = joined(pairs_L, (tl.load(mine + apart + t * C + l),))
             gqt, gpt = bt * 0.0, bt * 0.0
             for t in tl.static_range(C - 1, part - 1, -1):
                 of_q = of_A[t]
