@@ -53,7 +53,8 @@ class GatingParameters(nn.Module):
     def draw(self, source: torch.Generator) -> None:
         """The starting values."""
         tensors = self.params.tensors
-        self.params.copy_({n: self.gating.start(n, tuple(p.shape), self.sizes, source) for n, p in tensors.items()})
+        with torch.device("cpu"):  # whatever the default is, draws are made there
+            self.params.copy_({n: self.gating.start(n, tuple(p.shape), self.sizes, source) for n, p in tensors.items()})
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates, before: dict[str, Tensor] | None, masks: Masks

@@ -60,6 +60,9 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
             return program(remembering(checkpoints) if keeps else execute, *inputs), checkpoints
 
         def pullback(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Values:
+            if is_traced(*cotangents) and not is_traced(*inputs):  # batched: torch has rules for its own nodes
+                plain = ByHand("plain", forward, pullback, lambda *given: present(program(execute, *given)))
+                return plain.by_autograd(inputs, cotangents)
             # Remembered results would be constants to a second derivative, so then everything runs again.
             checkpoints = [] if record is None or torch.is_grad_enabled() else record
             return Tape().replay(program, inputs, cotangents, checkpoints)
@@ -130,6 +133,11 @@ class ByHand(NamedTuple):
             grads = torch.autograd.grad(smooth, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
         by_input = dict(zip(variables, grads, strict=True))
         return tuple(map(by_input.get, range(len(inputs))))
+
+
+def present(values: Values) -> Any:
+    """The tensors among values, without None."""
+    return tuple(filter(partial(is_not, None), values))
 
 
 def by_hand(block: Block, plain: Callable[..., Tensors] | None = None) -> Block:
@@ -213,8 +221,8 @@ class _Function(torch.autograd.Function):
             for tensor, other in zip(saved[ctx.count :], ctx.others, strict=True):
                 leaves.append(other if tensor is None else tensor)
             (record,) = tree_unflatten(leaves, ctx.layout)
-        grads = list(filter(partial(is_not, None), cotangents))
-        with full_precision(grads):
+        grads = present(cotangents)
+        with full_precision(grads), _NOTHING if torch.compiler.is_compiling() else past_hooks():
             return None, None, None, *ctx.pullback(inputs, record, grads)
 
 

@@ -233,6 +233,24 @@ def test_inside_activation_checkpointing(name, engine, autodiff):
     assert all(torch.equal(mine, true) for mine, true in zip(*results, strict=True))
 
 
+@pytest.mark.spec("TAPE-BRIDGE-I2")
+@pytest.mark.parametrize("name", ["gsa", "oja", "ttt_mlp"])
+def test_gradients_asked_for_under_hooks_and_in_batches(name):
+    """Hooks on saved tensors stay out of the way back, and many cotangents at once are those of one after another."""
+    case = case_of(named_rule(name), length=33, d=4, width=4).fresh()
+    y, _ = case.scan()
+    ways = torch.randn(2, *y.shape)
+    single = [torch.autograd.grad(y, case.leaves, way, retain_graph=True, allow_unused=True) for way in ways]
+    with torch.autograd.graph.save_on_cpu():
+        hooked = torch.autograd.grad(y, case.leaves, ways[0], retain_graph=True, allow_unused=True)
+    batched = torch.autograd.grad(y, case.leaves, ways, is_grads_batched=True, allow_unused=True)
+    for both, *alone, under in zip(batched, *single, hooked, strict=True):
+        assert (both is None) == (alone[0] is None)
+        if both is not None:
+            assert torch.equal(under, alone[0])
+            torch.testing.assert_close(both, torch.stack(alone), rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.spec("ENG-DTYPE-I1")
 @pytest.mark.parametrize("autodiff", ["tape", "torch"])
 @pytest.mark.parametrize("engine", ["sequential", "parallel"])

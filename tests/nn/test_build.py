@@ -42,6 +42,14 @@ def test_a_layer_of_the_meta_device_is_drawn_late():
 
 
 @pytest.mark.spec("NN-MEM-I5")
+@pytest.mark.parametrize("rule", ["mamba2", "rwkv7", "gated_mesa", "mlstm"])
+def test_a_layer_of_a_device_of_its_own_is_drawn_there_whatever_the_default(rule):
+    with torch.device("meta"):
+        layer = built(config=rule, device="cpu")
+    assert same(layer, built(config=rule))
+
+
+@pytest.mark.spec("NN-MEM-I5")
 def test_without_a_generator_torch_s_own_is_used():
     layers = []
     for seed in (3, 3, 4):
