@@ -84,7 +84,7 @@ def redraw(generator: torch.Generator | None, *layers: nn.Module | None) -> None
                 continue
             draw_normal(layer.weight, layer.weight.shape[1] ** -0.5, source_of(generator))
             if isinstance(layer, nn.Linear) and layer.bias is not None:
-                overwrite(layer.bias, torch.zeros(layer.bias.shape))
+                overwrite(layer.bias, torch.zeros(layer.bias.shape, device="cpu"))
         elif layer is not None and not isinstance(layer, nn.Dropout):
             layer.reset_parameters(generator)  # type: ignore[operator]
 

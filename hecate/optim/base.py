@@ -22,7 +22,7 @@ from hecate.checks import expect_choice
 from hecate.distributed import gathered, is_sharded, overwrite
 from hecate.errors import ArgumentError, ConfigError, NonFiniteError, ShapeError, did_you_mean, not_known
 from hecate.optim.tensors import State, agreed, as_matrix, local, outline, state_dtype, sum_is_finite
-from hecate.tape.bridge import can_inspect
+from hecate.tape.bridge import can_inspect, full_precision
 from hecate.variant import Config, Variant
 
 Group = dict[str, Any]
@@ -308,10 +308,10 @@ class MatrixOptimizer(Optimizer):
         due = self._buckets()
         if bad := self._nonfinite(due):
             due = self._buckets(bad)
-        for bucket in due:
-            self.examine(*bucket)
-        for bucket in due:
-            self._advance(*bucket)
+        for act in (self.examine, self._advance):
+            for bucket in due:
+                with full_precision(bucket[1][:1]):
+                    act(*bucket)
         return loss
 
     def _buckets(self, left_out: Collection[Tensor] = ()) -> list[Bucket]:

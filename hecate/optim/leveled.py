@@ -272,7 +272,7 @@ def add_windows(optimizer: Any, state: dict[str, Any]) -> None:
     slow = {p for group in optimizer.param_groups if group["period"] > 1 for p in group["params"]}
     for index, p in _indexed(state["param_groups"], optimizer.param_groups):
         window = optimizer._windows.get(p)
-        entries = {"has_window": torch.tensor(window is not None)}
+        entries = {"has_window": torch.tensor(window is not None, device="cpu")}
         if window is not None or p in slow:
             entries["window"] = torch.zeros_like(p, dtype=state_dtype(p, "full")) if window is None else window
         state["state"][index] = state["state"].get(index, {}) | entries

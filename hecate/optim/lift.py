@@ -141,7 +141,8 @@ def length(g: Tensor) -> Tensor:
 
 def gaussian(count: int, width: int, seed: int) -> Tensor:
     """Seeded rows for a decoder and a gain, the same on every device."""
-    return torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, width, dtype=torch.float64, generator=generator, device="cpu")
 
 
 def checksum(params: Params) -> str:
@@ -166,7 +167,7 @@ def learn_lift(state: State, features: Tensor, rows: Tensor, forget: float, ridg
     gram.mul_(decay).add_(features.mT @ features)
     cross.mul_(decay).add_(features.mT @ rows)
     damping = ridge * gram.diagonal().sum() / len(gram) + torch.finfo(gram.dtype).tiny
-    return torch.linalg.solve(gram + damping * torch.eye(len(gram)).to(gram), cross)
+    return torch.linalg.solve(gram + damping * torch.eye(len(gram), device=gram.device).to(gram), cross)
 
 
 def with_learned_phi(row_map: RowMap, state: State, like: Tensor) -> RowMap:
@@ -284,7 +285,7 @@ def _always(group: Group) -> bool:
     feature_map = map_of(group)
     if not feature_map.traits().componentwise:
         return False
-    x = torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64)
+    x = torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64, device="cpu")
     y = feature_map(x) / x
     return torch.allclose(y, y[:1])
 
@@ -421,7 +422,7 @@ class PhiOptimizer(MatrixOptimizer):
         exact = row_map.with_params(row_map.params, rows)
         features, rows = exact.features(rows)[0], exact.target(rows)
         fit, targets = features[:count], rows[:count]
-        gram = fit.T @ fit / count + group["ridge"] * torch.eye(d_phi, dtype=torch.float64)
+        gram = fit.T @ fit / count + group["ridge"] * torch.eye(d_phi, dtype=torch.float64, device="cpu")
         decoder = torch.linalg.pinv(gram, hermitian=True) @ (fit.T @ targets / count)
         error = float((features[count:] @ decoder - rows[count:]).norm() / rows[count:].norm())
         missed = f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {row_map.feature_map.kind!r}"
@@ -431,7 +432,7 @@ class PhiOptimizer(MatrixOptimizer):
             raise ConfigError(f"{missed}, more than max_decode_error = {group['max_decode_error']}; {cure}")
         # An error of size e turns an update by up to e: momentum then feeds oscillations if e sqrt(lr curvature) is
         # above its loss per step, 1 - momentum. [OPT-LIFT-I3]
-        slack = 1 - float(torch.as_tensor(group["momentum"]).detach())
+        slack = 1 - float(torch.as_tensor(group["momentum"], device="cpu").detach())
         if error > slack > 0:
             warn(
                 f"{missed}: with momentum {1 - slack:.3g} updates may grow where lr times curvature is above "

@@ -218,7 +218,7 @@ class M3(SpectralOptimizer):
         names += [WINDOW] if group["accumulate"] != "ema_last" else []
         names += [SQUARE] if _keeps_square(p, group) else []
         state = {name: self.zeros(p, group) for name in names}
-        return state | {STEP: torch.zeros((), dtype=torch.int64)}
+        return state | {STEP: torch.zeros((), dtype=torch.int64, device="cpu")}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         bulk = Bulk(group, [states[0][FAST]])

@@ -180,7 +180,8 @@ class FeatureMap(Variant, family="feature_map"):
         """Fresh parameters for inputs of width d; random maps draw from `generator` alone."""
         params = without_storage(self.shapes(d), heads, dtype, device)
         if params is None:
-            fresh = self.fresh(d, heads, seeded(generator))
+            with (source := seeded(generator)).device:  # whatever the default is
+                fresh = self.fresh(d, heads, source)
             params = {name: item.to(dtype=dtype, device=device) for name, item in fresh.items()}
         return {"learned": {}, "frozen": params} if self.is_random else {"learned": params, "frozen": {}}
 

@@ -42,7 +42,11 @@ def test_a_layer_of_the_meta_device_is_drawn_late():
 
 
 @pytest.mark.spec("NN-MEM-I5")
-@pytest.mark.parametrize("rule", ["mamba2", "rwkv7", "gated_mesa", "mlstm"])
+@pytest.mark.parametrize(
+    "rule",
+    ["mamba2", "rwkv7", "mlstm", {"feature_map": "hedgehog"}, {"feature_map": "polynomial", "key_norm": "l2"}],
+    ids=str,
+)
 def test_a_layer_of_a_device_of_its_own_is_drawn_there_whatever_the_default(rule):
     with torch.device("meta"):
         layer = built(config=rule, device="cpu")

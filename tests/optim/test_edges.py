@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -108,6 +109,26 @@ def test_parameters_without_numbers_are_no_trouble(name):
         assert p.isfinite().all() and bool((p != 1).all())  # true of none
     optimizer.load_state_dict(optimizer.state_dict())
     moved(optimizer, *together)
+
+
+@pytest.mark.spec("OPT-BASE-D1")
+@pytest.mark.parametrize(
+    "around", [torch.autocast("cpu", torch.bfloat16), torch.device("meta")], ids=["autocast", "meta"]
+)
+@every
+@pytest.mark.filterwarnings("ignore::hecate.errors.StabilityWarning")
+def test_a_step_is_the_same_whatever_is_set_around_it(name, around):
+    ends = []
+    for context in (nullcontext(), around):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 36).reshape(6, 6).sin())
+        grads = [torch.linspace(-1, 2, 36).mul(n).cos().reshape(6, 6) for n in (1, 2, 3)]
+        with context:
+            optimizer = built(name, p)
+            for p.grad in grads:
+                optimizer.step()
+            optimizer.state_dict()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
 
 
 SQUARES = {"diagonal", "m3", "m3 row"}  # their state holds squares, as Adam's does
