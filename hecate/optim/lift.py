@@ -141,8 +141,7 @@ def length(g: Tensor) -> Tensor:
 
 def gaussian(count: int, width: int, seed: int) -> Tensor:
     """Seeded rows for a decoder and a gain, the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, width, dtype=torch.float64, generator=generator, device="cpu")
+    return torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def checksum(params: Params) -> str:

@@ -31,6 +31,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 # The key of tensors under `is_grads_batched`; to look it up by name in each call would cost more than all else here.
 _BATCHED = torch._C._parse_dispatch_key("Batched")
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_present = partial(filter, partial(is_not, None))
 _TENSOR = {Tensor}
 AT_ONCE = ("cpu",)  # types of devices whose results are ready when a call returns
 
@@ -61,7 +62,7 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
 
         def pullback(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Values:
             if is_traced(*cotangents) and not is_traced(*inputs):  # batched: torch has rules for its own nodes
-                plain = ByHand("plain", forward, pullback, lambda *given: present(program(execute, *given)))
+                plain = ByHand("plain", forward, pullback, lambda *given: (*_present(program(execute, *given)),))
                 return plain.by_autograd(inputs, cotangents)
             # Remembered results would be constants to a second derivative, so then everything runs again.
             checkpoints = [] if record is None or torch.is_grad_enabled() else record
@@ -133,11 +134,6 @@ class ByHand(NamedTuple):
             grads = torch.autograd.grad(smooth, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
         by_input = dict(zip(variables, grads, strict=True))
         return tuple(map(by_input.get, range(len(inputs))))
-
-
-def present(values: Values) -> Any:
-    """The tensors among values, without None."""
-    return tuple(filter(partial(is_not, None), values))
 
 
 def by_hand(block: Block, plain: Callable[..., Tensors] | None = None) -> Block:
@@ -221,7 +217,7 @@ class _Function(torch.autograd.Function):
             for tensor, other in zip(saved[ctx.count :], ctx.others, strict=True):
                 leaves.append(other if tensor is None else tensor)
             (record,) = tree_unflatten(leaves, ctx.layout)
-        grads = present(cotangents)
+        grads = [*_present(cotangents)]
         with full_precision(grads), _NOTHING if torch.compiler.is_compiling() else past_hooks():
             return None, None, None, *ctx.pullback(inputs, record, grads)
 
