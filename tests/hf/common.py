@@ -77,9 +77,10 @@ def logits(model: Any, ids: Tensor = IDS, **given: Any) -> Tensor:
 
 
 def in_pieces(model: Any, ids: Tensor, *sizes: int, cache: Any = None) -> Tensor:
-    cache = DynamicCache(config=model.config) if cache is None else cache
+    name = "cache_params" if "mamba2" in type(model).__module__ else "past_key_values"
+    held = {name: DynamicCache(config=model.config.get_text_config()) if cache is None else cache}
     with torch.no_grad():
-        return torch.cat([model(input_ids=part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
+        return torch.cat([model(input_ids=part, **held).logits for part in ids.split(sizes, 1)], 1)
 
 
 def tuned(model: Any, steps: int, ids: Tensor = IDS) -> list[float]:

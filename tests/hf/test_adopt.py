@@ -20,13 +20,14 @@ from transformers import DynamicCache
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import AdoptionWarning, adopt, release
 from hecate.hf.adopt import Adopted, families, official, rule_of
-from tests.hf.common import off
+from tests.hf.common import in_pieces, off
 from tests.hf.families import BUILT, built, modeling
 
 MIXING = {"glm5_next", "granitemoehybrid", "mamba2"}  # documents reach not all of their layers in transformers itself
 SOME = ["qwen3_next", "kimi_linear", "bamba"]  # one of each rule
 DOCUMENTS = (37, 1, 2, 50)  # one shorter than a convolution reaches back, and one that it covers
 IDS = torch.randint(1, 61, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(1))
+PADDED = IDS[:, :60].view(2, 30).masked_fill(torch.tensor([[11], [0]]) > torch.arange(30), 0)
 
 
 @cache
@@ -83,13 +84,6 @@ def all_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return (apart / sum(grad.double().square().sum() for grad in theirs.values())).sqrt().item()
 
 
-def in_pieces(model: Any, ids: Tensor, *sizes: int) -> Tensor:
-    name = "cache_params" if family(model) == "mamba2" else "past_key_values"
-    held = {name: DynamicCache(config=model.config.get_text_config())}
-    with torch.no_grad():
-        return torch.cat([model(input_ids=piece, **held).logits for piece in ids.split(sizes, 1)], 1)
-
-
 def test_every_family_of_the_installed_transformers_is_tried():
     """A family that is new there needs a model in `tests/hf/families.py`, or a reason to be left out."""
     assert set(families()) == set(BUILT)
@@ -100,20 +94,15 @@ def test_every_family_of_the_installed_transformers_is_tried():
 
 @pytest.mark.spec("HF-ADOPT-D1")
 def test_the_function_of_every_family_stays(model):
-    ids = IDS
-    before, whole = logits(model), gradients(model)
-    short, rows = greedy(model, ids[:, :20]), ids[:, :60].view(2, 30).clone()
-    rows[0, :11] = 0
-    padding = (rows != 0).long()
-    padded, sizes = greedy(model, rows, 5, attention_mask=padding), (50, 1, IDS.shape[1] - 51)
+    before, whole, there = logits(model), gradients(model), PADDED != 0
+    padded, sizes = logits(model, PADDED, attention_mask=there.long())[there], (50, 1, IDS.shape[1] - 51)
     pieces = in_pieces(model, IDS, *sizes)  # bamba's differ from the whole in transformers itself
     report = adopt(model)
     layers = [name for name, part in model.named_modules() if isinstance(part, Adopted)]
     assert layers and [*report.adopted] == layers and not report.left
     assert off(logits(model), before) < 3e-6 and not torch.equal(logits(model), before)
     assert all_off(gradients(model), whole) < 5e-6
-    assert torch.equal(greedy(model, ids[:, :20]), short)
-    assert torch.equal(greedy(model, rows, 5, attention_mask=padding), padded)
+    assert off(logits(model, PADDED, attention_mask=there.long())[there], padded) < 3e-6
     assert off(in_pieces(model, IDS, *sizes), pieces) < 3e-6
     release(model)
     assert torch.equal(logits(model), before)
@@ -122,10 +111,10 @@ def test_the_function_of_every_family_stays(model):
 @pytest.mark.spec("HF-ADOPT-D1")
 def test_beams_checkpoints_and_half_precision(one_of_a_rule):
     model = one_of_a_rule
-    beams = greedy(model, IDS[:, :20], 5, num_beams=3)
-    exact = logits(model)
+    short, behind = IDS[:, :20], {"attention_mask": (PADDED != 0).long(), "num_beams": 3}
+    found, beams, exact = greedy(model, short), greedy(model, PADDED, 5, **behind), logits(model)
     adopt(model)
-    assert torch.equal(greedy(model, IDS[:, :20], 5, num_beams=3), beams)
+    assert torch.equal(greedy(model, short), found) and torch.equal(greedy(model, PADDED, 5, **behind), beams)
     model.train()
     plain = gradients(model)
     model.activation_checkpointing_enable()
@@ -264,9 +253,9 @@ def test_rows_that_cannot_be_packed(one_of_a_rule):
 
 
 @pytest.mark.spec("HF-ADOPT-I1")
-def test_other_models_of_the_process_are_untouched(one_of_a_rule):
-    model, name = one_of_a_rule, family(one_of_a_rule)
-    other = built(name)
+def test_other_models_of_the_process_are_untouched():
+    name = "kimi_linear"
+    model, other = built(name), built(name)
     before, kinds = logits(other), [type(part) for part in other.modules()]
     adopt(model)
     ours = logits(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,16 +31,16 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | 
     return ACTIVATIONS[activation](torch.cat(parts, -1))
 
 
-@pytest.fixture(params=[1 << 30, 1], ids=["torch", "kernel"])
-def block(request, monkeypatch):
-    """The convolution in plain torch, and in a kernel."""
-    monkeypatch.setattr("hecate.nn.blocks.LEAST", request.param)
+LEAST = "hecate.nn.blocks.LEAST"  # numbers for which a convolution takes a kernel, not plain torch
+SIZES = [(41,), (17, 1, 2, 21), (1,), (2,)]
+# Every activation with all sizes, by turns in torch and in a kernel.
+CASES = [(*pair, n // 4 + n & 1) for n, pair in enumerate(product(ACTIVATIONS, SIZES))]
 
 
 @pytest.mark.spec("HF-ADOPT-D1", "HF-ADOPT-D2")
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("sizes", [(41,), (17, 1, 2, 21), (1,), (2,)])
-def test_a_convolution_and_its_derivative(block, generator, activation, sizes):
+@pytest.mark.parametrize(("activation", "sizes", "kernel"), CASES)
+def test_a_convolution_and_its_derivative(monkeypatch, generator, activation, sizes, kernel):
+    monkeypatch.setattr(LEAST, 1 if kernel else 1 << 30)
     x, w, b = (drawn(*shape, generator=generator) for shape in ((2, 3, sum(sizes)), (3, 4), (3,)))
     starts = torch.zeros(2, sum(sizes), dtype=torch.bool)
     starts[:, torch.tensor(sizes).cumsum(0)[:-1]] = True
@@ -56,7 +57,9 @@ def test_a_convolution_and_its_derivative(block, generator, activation, sizes):
 
 
 @pytest.mark.spec("HF-ADOPT-D1")
-def test_second_derivatives_and_transforms_of_a_convolution(block, generator):
+@pytest.mark.parametrize("least", [1, 1 << 30])
+def test_second_derivatives_and_transforms_of_a_convolution(monkeypatch, generator, least):
+    monkeypatch.setattr(LEAST, least)
     starts = torch.tensor([[False] * 5 + [True] * 2 + [False] * 12])
     leaves = [drawn(*s, generator=generator).requires_grad_() for s in ((1, 2, 19), (2, 4), (2,))]
 
@@ -83,9 +86,11 @@ def stepped(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
 
 
 @pytest.mark.spec("HF-ADOPT-D1")
-@pytest.mark.parametrize("rule", ["gated_delta", "kda"])
-@pytest.mark.parametrize("length", [1, 2, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("rule", "length", "dtype"), [
+    ("gated_delta", 1, torch.float32), ("gated_delta", 1, torch.float64), ("gated_delta", 2, torch.bfloat16),
+    ("gated_delta", 70, torch.float64), ("kda", 1, torch.bfloat16), ("kda", 1, torch.float64),
+    ("kda", 2, torch.float64), ("kda", 70, torch.float32),
+])  # fmt: skip
 def test_the_delta_rule_from_a_state(generator, rule, length, dtype):
     """The compiled step, the step in torch and the scan, in turn."""
     heads, groups = (6, 3) if rule == "gated_delta" else (3, 3)

@@ -18,30 +18,25 @@ from hecate.errors import CheckpointError, ConfigError, ShapeError  # noqa: E402
 from hecate.hf import graft, load_graft, save_graft  # noqa: E402
 from hecate.hf.graft import Grafted, InPlace  # noqa: E402
 from tests.hf.common import goes_on, moved  # noqa: E402
+from tests.hf.families import BASE  # noqa: E402
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": None, "bos_token_id": None,
-    "pad_token_id": 0,
-}  # fmt: skip
+SIZES = BASE | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {}),  # biases
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 12}),  # norms of q and k
-    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 4, "head_dim": 8}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 4}),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {"head_dim": 16}),
 }
 MORE = {
     "qwen2_window": (
-        "Qwen2ForCausalLM",
-        "Qwen2Config",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        "Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     ),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 16, "sliding_window": 4}),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {}),
     "granite": ("GraniteForCausalLM", "GraniteConfig", {}),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {}),
-}
+}  # fmt: skip
 EVERY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 HOW: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
 IDS = torch.randint(1, 61, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -262,7 +257,7 @@ def test_a_narrow_model_has_memories_in_float32(tmp_path):
 
 
 @pytest.mark.spec("HF-GRAFT-D4")
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])  # an output layer of its own, and one that is the embedding
 def test_saved_and_loaded(family, tmp_path):
     plain, model = made(family), put(made(family), loud=0.5)
     logits = moved(model)(IDS).logits

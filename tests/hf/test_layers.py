@@ -123,20 +123,19 @@ def test_the_function_of_every_family(family):
         y = first(function(z))
         return y.detach(), torch.autograd.grad(y, z, g.to(dtype))[0]
 
-    true = found(lambda z: reference(exact, z), torch.float64)
+    z = x.double().requires_grad_()
+    y_true = reference(exact, z)
+    weights = (getattr(exact, "o_proj", None) or exact.out_proj).weight, getattr(exact, "forget_gate", exact).dt_bias
+    others = torch.autograd.grad(y_true, [z, *weights], g.double())
+    true = y_true.detach(), others[0]
     ours, theirs = found(memory, torch.float32), found(layer, torch.float32)
     assert off(ours[0], theirs[0]) < 1e-6 and off(ours[0], true[0]) < 1e-6 and true[0].std() > 0.1
     assert off(ours[1], true[1]) < max(1e-6, 1.5 * off(theirs[1], true[1]))
-    wide, z = from_layer(exact), x.double().requires_grad_()
-    y, y_true, g = wide(z)[0], reference(exact, z), g.double()
+    wide = from_layer(exact)
+    y = wide(z)[0]
     assert off(y, y_true) < 1e-12
-    mine = torch.autograd.grad(y, [z, wide.out.weight, wide.gates.bias["retain"]], g)
-    others = [
-        z,
-        (getattr(exact, "o_proj", None) or exact.out_proj).weight,
-        getattr(exact, "forget_gate", exact).dt_bias,
-    ]
-    for own, other in zip(mine, torch.autograd.grad(y_true, others, g), strict=True):
+    mine = torch.autograd.grad(y, [z, wide.out.weight, wide.gates.bias["retain"]], g.double())
+    for own, other in zip(mine, others, strict=True):
         assert off(own, other) < 1e-11 and other.norm() > 1e-3
 
 

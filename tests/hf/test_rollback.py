@@ -28,8 +28,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "attention": {"attention": {"kind": "attention"}},
     "hope": HOPE,
 }
-DAILY = ("gated_delta", "levels", "window", "hope")
-SOME = [kind if kind in DAILY else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+
+
+def some(*daily: str) -> Any:
+    return pytest.mark.parametrize(
+        "kind", [k if k in daily else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+    )
 
 
 def of(kind: str, noise: float = 0.0, seed: int = 0) -> Any:
@@ -83,7 +87,7 @@ def rejected(model: Any, assistant: Any, length: int, monkeypatch: pytest.Monkey
     return max(wrong)
 
 
-@pytest.mark.parametrize("kind", SOME)
+@some("levels", "window")  # drafts of a memory alone follow below, and what other states take back
 @pytest.mark.spec("HF-GEN-D2")
 def test_drafts_that_are_often_wrong_give_what_greedy_gives(kind, monkeypatch):
     assert rejected(of(kind), of(kind, noise=0.6), 12, monkeypatch) >= 0.3
@@ -99,7 +103,7 @@ def test_drafts_of_every_rule(rule, monkeypatch):
         assert any(rejected(of(rule), own, length, monkeypatch) >= 0.3 for own in drafts)
 
 
-@pytest.mark.parametrize("kind", SOME)
+@some("gated_delta", "levels", "window", "hope")
 @pytest.mark.spec("HF-CACHE-D3", "LM-BACK-D1")
 def test_what_was_taken_back_was_never_seen(kind):
     model = of(kind)
@@ -111,7 +115,7 @@ def test_what_was_taken_back_was_never_seen(kind):
     with torch.no_grad():
         start = model(ids[:, :20], use_cache=True).past_key_values
         start.activate_past_recording()
-        for count in (1, 33, WINDOW - 1, WINDOW):
+        for count in (33, WINDOW):
             kept = 21 + WINDOW - count
             cache, never = copy.deepcopy(start), copy.deepcopy(start)
             model(ids[:, 20 : 21 + WINDOW], past_key_values=cache)  # one call, of which the first token is too old
@@ -189,9 +193,12 @@ def test_what_is_not_recorded_is_not_taken_back():
 def test_right_drafts_save_calls_and_the_record_is_small(monkeypatch):
     model, ids = of("gated_delta"), tokens(1, 30)
     how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    how["attention_mask"] = torch.ones_like(ids)
+    expected = model.generate(ids, **how).sequences
+    how["pad_token_id"] = int(expected[0, 30])  # a right draft may have the token of the padding
     count = Counted(model, monkeypatch)
-    found = model.generate(ids, assistant_model=of("gated_delta"), attention_mask=torch.ones_like(ids), **how)
-    assert count.calls <= math.ceil(60 / 6) + 1 and count.rejected <= 5
+    found = model.generate(ids, assistant_model=of("gated_delta"), **how)
+    assert torch.equal(found.sequences, expected) and count.calls <= math.ceil(60 / 6) + 1 and count.rejected <= 5
     for layer in found.past_key_values.layers:
         state, inputs = states.bytes_of(layer.state), WINDOW * 16 * ids.new_zeros(1, dtype=torch.float64).itemsize
         recorded = sum(call.tokens for call in layer.memories["block"].calls)
@@ -210,16 +217,6 @@ def test_longer_drafts_than_the_window_are_taken_back_as_well():
     how["stopping_criteria"] = [lambda found, _: torch.tensor([found.shape[1] >= 13])]  # after a draft or two
     found = model.generate(ids, assistant_model=assistant, **how)
     assert torch.equal(found, expected[:, : found.shape[1]]) and found.shape[1] >= 13
-
-
-@pytest.mark.spec("HF-GEN-D2")
-def test_a_right_draft_may_have_the_token_of_the_padding():
-    model, ids = of("gated_delta"), tokens(1, 9)
-    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    expected = model.generate(ids, pad_token_id=0, **how)
-    padding = int(expected[0, 9])
-    found = model.generate(ids, assistant_model=of("gated_delta"), pad_token_id=padding, **how)
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.slow
@@ -330,7 +327,7 @@ def test_drafts_of_grafted_models(family, how):
     ids = IDS[:1]
     expected = model.generate(ids, **ask)
     assert len(set(expected[0].tolist())) > 4
-    for assistant in (drafter, made(family), copy.deepcopy(model)):
+    for assistant in (drafter, copy.deepcopy(model)) if family == "llama" else (made(family),):
         assert torch.equal(model.generate(ids, assistant_model=assistant, **ask), expected)
     for drafts in ({"prompt_lookup_num_tokens": 5}, {"prompt_lookup_num_tokens": 5, "past_key_values": DynamicCache()}):
         assert torch.equal(model.generate(ids, **ask, **drafts), expected)
