@@ -109,13 +109,8 @@ def test_a_language_model_goes_on_from_states_and_is_written_to_a_file(kind):
     tokens = torch.randint(0, 256, (3, 30), generator=draws)
     with torch.no_grad():
         _, state = model(tokens[:, :5])
-    found = program(
-        model,
-        tokens[:2, 5:9].contiguous(),
-        pytree.tree_map_only(Tensor, lambda x: x[:2], state),
-        tokens=OPEN,
-        state=open_batch(state),
-    )
+    given = tokens[:2, 5:9].contiguous(), pytree.tree_map_only(Tensor, lambda x: x[:2], state)
+    found = program(model, *given, tokens=OPEN, state=open_batch(state))
     file = io.BytesIO()
     torch.export.save(found, file)
     file.seek(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hecate import MemoryConfig, memory_scan, named_rule
 from hecate.errors import ConfigError
-from hecate.gym import Contender, contender_of, contenders
+from hecate.gym import contender_of, contenders
 from hecate.gym.contenders import Rule, Together, numbers
 from hecate.gym.peers import Attention, GatedDelta, Ridge
 from hecate.gym.run import unlike
@@ -76,25 +76,13 @@ def test_ridge_is_least_squares_ahead_of_every_token(stream, retain, monkeypatch
     assert np.abs(asked[0] - keys[0, :2].numpy() @ last).max() < 1e-9
 
 
-@pytest.mark.parametrize("name", ["fla", "transformers"])
+# The import of transformers alone takes longer than all of this.
+@pytest.mark.parametrize("name", ["fla", pytest.param("transformers", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_published_kernels_are_the_gated_delta_rule(name, stream):
     contender = KNOWN[name]()
-    if contender.missing or name == "transformers":  # whose import alone takes longer than all of this
-        pytest.skip(contender.missing or "checked by the slow test")
-    _agrees(contender, stream)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_kernel_of_transformers_is_the_gated_delta_rule(stream):
-    contender = KNOWN["transformers"]()
     if contender.missing:
         pytest.skip(contender.missing)
-    _agrees(contender, stream)
-
-
-def _agrees(contender: Contender, stream) -> None:
     keys, values = (item.float() for item in stream)
     peer = contender.build({"lr": 0.4, "retain": 0.9}, 0)
     assert isinstance(peer, GatedDelta)
@@ -116,10 +104,8 @@ def test_titans_pytorch_is_titans_with_frozen_gradients(stream, monkeypatch):
     keys, values = stream
     peer = contender.build({"lr": 0.05, "momentum": 0.8}, 0)
     found, state = in_pieces(peer, keys, values, 8, 13)
-    start = {
-        name: item[0].mT.unsqueeze(0)
-        for name, item in zip(("w1", "w2"), peer._start(1, torch.float64)[0].values(), strict=True)
-    }
+    weights = peer._start(1, torch.float64)[0].values()
+    start = {name: item[0].mT.unsqueeze(0) for name, item in zip(("w1", "w2"), weights, strict=True)}
     config = MemoryConfig.model_validate({
         "structure": {"kind": "mlp", "layers": 2, "expansion": 2, "activation": "gelu"},
         "algorithm": {"kind": "momentum", "lr": 0.05, "momentum": 0.8}, "chunk": 8, "read": "before",

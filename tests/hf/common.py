@@ -47,6 +47,16 @@ def moved(model: nn.Module) -> Any:
     return model
 
 
+def stirred(model: Any, size: float = 1.0, names: Any = None) -> Any:
+    """The model with these parameters off their start, or with what grafts have put in: memories at work."""
+    source = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".hecate." in name if names is None else name in names:
+                p += size * p.shape[-1] ** -0.5 * torch.randn(p.shape, generator=source, dtype=p.dtype)
+    return model
+
+
 def plain(model: HecateForCausalLM) -> LanguageModel:
     """The model that hecate has of it, apart from transformers."""
     own = LanguageModel(model.config.language_model)

@@ -23,33 +23,25 @@ import hecate.hf
 from hecate.errors import CheckpointError, ConfigError
 from hecate.hf import adopt, graft, graft_mlp, upgrade
 from hecate.hf.upgrade import Hosted
-from tests.hf.common import IDS, logits, same_bits
+from tests.hf.common import IDS, logits, same_bits, stirred
 from tests.hf.families import built
-from tests.hf.test_graft_mlp import mlps, model_of, moved
+from tests.hf.test_graft_mlp import mlps, model_of
 from tests.hf.test_layers import DELTA
 
 WARNS = pytest.mark.filterwarnings("ignore::hecate.errors.StabilityWarning")
 SOME = ["qwen3_next", "bailing_hybrid"]  # the latter's names are others in its files
 
 
-def stirred(model: Any) -> Any:
-    """The model with every weight off its start."""
-    source = torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        p.data += 0.02 * torch.randn(p.shape, generator=source).to(p.dtype)
-    return model
-
-
 def upgraded(family: str = "qwen3_next", *rules: str) -> Any:
     model = built(family)
     for rule in rules or ("gated_delta_2",):
         upgrade(model, rule)
-    return stirred(model)
+    return stirred(model, 0.1, model.state_dict())
 
 
 def grafted(fast: str = "last") -> Any:
     model = graft(model_of(), layers=[1], memory="titans")
-    return moved(graft_mlp(model, layers=[0], fast=fast, periods=(4, 8)), 0.1)
+    return stirred(graft_mlp(model, layers=[0], fast=fast, periods=(4, 8)), 0.1)
 
 
 @WARNS
@@ -100,7 +92,8 @@ def test_grafted_models_come_back(fast, tmp_path):
 
 @pytest.mark.spec("HF-SAVED-D1")
 def test_an_adopted_model_is_the_official_one(tmp_path):
-    model = stirred(built("qwen3_5"))
+    model = built("qwen3_5")
+    stirred(model, 0.1, model.state_dict())
     adopt(model)
     hecate.hf.save(model, tmp_path / "a")
     assert "hecate" not in (tmp_path / "a/config.json").read_text()

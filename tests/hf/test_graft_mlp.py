@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import MLPGraftConfig, graft, graft_mlp
 from hecate.hf.graft_mlp import FastMLP
-from tests.hf.common import IDS, goes_on, in_pieces, logits, off, takes_back
+from tests.hf.common import IDS, goes_on, in_pieces, logits, off, stirred, takes_back
 from tests.hf.families import BASE, built
 
 SIZES = BASE | {"intermediate_size": 44, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -51,16 +51,6 @@ def model_of(family: str = "Llama", **over: Any) -> Any:
 
 def mlps(model: Any) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, FastMLP)]
-
-
-def moved(model: Any, size: float = 1.0) -> Any:
-    """The model with its memories at work."""
-    source = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if ".hecate." in name:
-                p += size * p.shape[-1] ** -0.5 * torch.randn(p.shape, generator=source, dtype=p.dtype)
-    return model
 
 
 @pytest.mark.spec("HF-MLP-D1")
@@ -99,7 +89,7 @@ def conv_of(values: Tensor, taps: Tensor, chunk: int) -> Tensor:
 def test_the_formula(family, fast):
     """Against loops over chunks, in which a step on the whole MLP is torch's own gradient."""
     model, size = model_of(family).double(), 2.0 if fast == "last" else 0.02  # steps of a deep memory grow with it
-    moved(graft_mlp(model, [1], "in_place_ttt", fast=fast, periods=(4, 6), dtype=torch.float64), size)
+    stirred(graft_mlp(model, [1], "in_place_ttt", fast=fast, periods=(4, 6), dtype=torch.float64), size)
     (mlp,) = mlps(model)
     x = torch.randn(1, 21, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     if family == "Llama":
@@ -177,7 +167,7 @@ def test_what_a_gating_adds_to_answers():
 
 @pytest.mark.spec("HF-MLP-D1")
 def test_the_start_is_learned_with_the_rest():
-    model = moved(graft_mlp(model_of(), fast="whole", periods=(4,), train="all"))
+    model = stirred(graft_mlp(model_of(), fast="whole", periods=(4,), train="all"))
     model(input_ids=IDS, labels=IDS).loss.backward()
     for mlp in mlps(model):
         assert all(bool(getattr(mlp, name).weight.grad.any()) for name in ("gate_proj", "up_proj", "down_proj"))
@@ -193,7 +183,7 @@ def test_the_start_is_learned_with_the_rest():
     ],
 )
 def test_caches_padding_beams_documents_and_drafts(family, fast):
-    model = moved(graft_mlp(model_of(family), fast=fast, periods=(3, 4)))
+    model = stirred(graft_mlp(model_of(family), fast=fast, periods=(3, 4)))
     assert off(logits(model), logits(model_of(family))) > 1e-3
     goes_on(model, static=family == "Llama", documents=family == "Llama")
     if family == "Llama":
@@ -204,7 +194,7 @@ def test_caches_padding_beams_documents_and_drafts(family, fast):
 
 @pytest.mark.spec("HF-MLP-I1")
 def test_tokens_are_taken_back_and_a_cache_of_others_is_refused():
-    plain, model = model_of(), moved(graft_mlp(graft(model_of(), layers=[0], memory="titans"), periods=(3,)))
+    plain, model = model_of(), stirred(graft_mlp(graft(model_of(), layers=[0], memory="titans"), periods=(3,)))
     assert len({name for name, p in model.named_parameters() if p.requires_grad and ".self_attn.hecate." in name}) > 3
     takes_back(model)
     other = DynamicCache(config=model.config)
@@ -219,7 +209,7 @@ def test_tokens_are_taken_back_and_a_cache_of_others_is_refused():
 
 @pytest.mark.spec("HF-MLP-I1")
 def test_checkpointing_copies_hooks_and_the_linear_layers_of_a_hybrid():
-    model = moved(graft_mlp(model_of(), periods=(4,), train="all")).train()
+    model = stirred(graft_mlp(model_of(), periods=(4,), train="all")).train()
     seen: list[Any] = []
     mlps(model)[0].register_forward_hook(lambda *_: seen.append(1))
     grads = []
@@ -230,7 +220,7 @@ def test_checkpointing_copies_hooks_and_the_linear_layers_of_a_hybrid():
         twin(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
         grads.append([p.grad for p in twin.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and len(seen) == 2
-    hybrid = moved(graft_mlp(built("qwen3_5"), fast="whole", periods=(3,)))
+    hybrid = stirred(graft_mlp(built("qwen3_5"), fast="whole", periods=(3,)))
     whole = logits(hybrid)
     assert len(mlps(hybrid)) == 2 and off(in_pieces(hybrid, IDS, 20, 1, 19), whole) < 3e-6
     fresh = DynamicCache(config=hybrid.config)
@@ -241,7 +231,7 @@ def test_checkpointing_copies_hooks_and_the_linear_layers_of_a_hybrid():
 
 @pytest.mark.spec("HF-MLP-I1")
 def test_threads_share_a_model():
-    model = moved(graft_mlp(model_of(), periods=(3,)))
+    model = stirred(graft_mlp(model_of(), periods=(3,)))
     rows = [IDS[:1], IDS[1:]]
     alone = [in_pieces(model, row, 20, 4, 16) for row in rows]
     with ThreadPoolExecutor(2) as pool:
@@ -254,7 +244,7 @@ def test_threads_share_a_model():
 @pytest.mark.filterwarnings("default")  # those of peft are not ours
 @pytest.mark.spec("HF-MLP-I1")
 def test_one_graph_and_adapters():
-    model = moved(graft_mlp(model_of(), periods=(3,)))
+    model = stirred(graft_mlp(model_of(), periods=(3,)))
     whole = logits(model)
     found = torch._dynamo.explain(model)(input_ids=IDS, use_cache=False)
     assert (found.graph_count, found.graph_break_count) == (1, 0)

@@ -17,7 +17,7 @@ from hecate.errors import ConfigError
 from hecate.hf import adopt, from_layer, release, upgrade
 from hecate.hf.upgrade import NOT_WIDER, WIDER, Hosted, rule_name
 from hecate.rule import RULES
-from tests.hf.common import IDS, goes_on, logits, off, takes_back, tuned
+from tests.hf.common import IDS, goes_on, logits, off, stirred, takes_back, tuned
 from tests.hf.families import built
 from tests.hf.test_adopt import greedy, model_of
 from tests.hf.test_layers import DELTA, linear
@@ -45,16 +45,6 @@ def said_by(family: str) -> tuple[Tensor, Tensor, Tensor, dict[str, torch.Size]]
     return logits(model), logits(plain), greedy(model, IDS[:1, :20], 6), shapes
 
 
-def moved(model: Any, names: tuple[str, ...]) -> Any:
-    """The model with its new parameters off their start, so that its rule is the richer one."""
-    source = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name in names:
-            p = model.get_parameter(name)
-            p += 0.5 * p.shape[-1] ** -0.5 * torch.randn(p.shape, generator=source)
-    return model
-
-
 @pytest.mark.spec("HF-UPGRADE-D1")
 @pytest.mark.parametrize(("family", "rule"), CASES)
 def test_the_same_function_and_alive(family, rule):
@@ -70,7 +60,7 @@ def test_the_same_function_and_alive(family, rule):
     assert report.new and all(sizes[name] > 1e-3 * median for name in report.new)
     own = {name for name, p in model.named_parameters() if old.get(name) != p.shape}
     assert own == set(report.new)
-    assert off(logits(moved(model, report.new)), before) > 1e-4
+    assert off(logits(stirred(model, 0.5, report.new)), before) > 1e-4
 
 
 @WARNS
@@ -90,7 +80,7 @@ def test_every_family(family):
 @pytest.mark.parametrize("rule", WIDER)
 def test_caches_padding_beams_and_documents_of_richer_rules(rule):
     model = copy.deepcopy(model_of("qwen3_next"))
-    moved(model, upgrade(model, rule).new)
+    stirred(model, 0.5, upgrade(model, rule).new)
     goes_on(model)
     starts = torch.arange(40).remainder(13).eq(0)[None]
     with pytest.raises(ConfigError, match="a row of several documents cannot fill a cache"):
@@ -210,7 +200,7 @@ def test_some_layers_again_adopted_and_from_a_file(tmp_path):
     assert report.new == tuple(f"model.layers.1.linear_attn.memory.gates.{own}.retain" for own in ("bias", "weight"))
     assert off(logits(model), before) < 1e-6
     ids, positions = IDS[:1, :9], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    moved(model, report.new)
+    stirred(model, 0.5, report.new)
     alone = torch.cat([logits(model, part) for part in ids.split((4, 5), 1)], 1)
     assert off(logits(model, ids, position_ids=positions), alone) < 3e-6
     assert release(model) == 1
@@ -276,7 +266,7 @@ def test_a_layer_of_two_names_is_upgraded_under_both():
 @pytest.mark.parametrize("rule", ["gated_delta_2", "delta_product"])
 def test_recorded_tokens_are_taken_back(rule):
     model = copy.deepcopy(model_of("qwen3_next"))
-    moved(model, upgrade(model, rule).new)
+    stirred(model, 0.5, upgrade(model, rule).new)
     cache = takes_back(model)
     with pytest.raises(ConfigError, match="3000 tokens are to be taken back"):
         cache.crop(-3000)

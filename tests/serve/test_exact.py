@@ -42,14 +42,7 @@ FAST = ["gated_delta", "titans", "levels", "rwkv7", "features", "window", "self"
 @cache  # with and without it one model is asked, whose programs and plans are kept
 def made(kind: str, **fields: Any) -> LanguageModel:
     """A model in float32 of widths that leave a rest everywhere, its gates drawn too."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "d_model": 36,
-        "layers": 1,
-        "heads": 3,
-        "tie_embeddings": False,
-        **fields,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 36, "layers": 1, "heads": 3, "tie_embeddings": False} | fields
     draws = torch.Generator().manual_seed(0)
     if kind == "hope":
         model: LanguageModel = Hope(HopeConfig(**sizes), generator=draws)
@@ -123,9 +116,8 @@ def differing() -> list[str]:
         y = sdpa(q, k, v, is_causal=True) if name == "causal" else sdpa(q, k, v, attn_mask=seen)
         own = [sdpa(q[:1, :, t : t + 1], k[:1, :, seen[t]], v[:1, :, seen[t]]) for t in range(0, 300, 7)]
         found += [] if torch.equal(y[:1, :, ::7], torch.cat(own, 2)) else [name]
-    x, weight, state = (
-        torch.randn(shape, generator=draws, dtype=torch.float32) for shape in ((9, 3, 37), (37, 19), (3, 19, 37))
-    )
+    shapes = (9, 3, 37), (37, 19), (3, 19, 37)
+    x, weight, state = (torch.randn(shape, generator=draws, dtype=torch.float32) for shape in shapes)
     functional = torch.nn.functional
     forms: dict[str, Any] = {
         "einsum": lambda x: torch.einsum("bhk,hvk->bhv", x, state),

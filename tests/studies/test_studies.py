@@ -69,15 +69,11 @@ def test_a_quick_run_of_every_study(name, tmp_path, capsys):
     result = run_study(name, quick=True, out=tmp_path)
     assert torch.equal(torch.get_rng_state(), before), "draws from the global generator"
     assert result.rows and result.notes and studies()[name].about[-1] in ".?"
-    numbers = [
-        value
-        for row in result.rows
-        for cell in row
-        for value in (cell[:2] if isinstance(cell, Spread) else [cell])
-        if isinstance(value, int | float)
-    ]
+    cells = [cell for row in result.rows for cell in row]
+    values = [value for cell in cells for value in (cell[:2] if isinstance(cell, Spread) else [cell])]
+    numbers = [value for value in values if isinstance(value, int | float)]
     assert numbers and all(math.isfinite(value) for value in numbers)
-    assert any(isinstance(cell, Spread) and cell.standard_error > 0 for row in result.rows for cell in row)
+    assert any(isinstance(cell, Spread) and cell.standard_error > 0 for cell in cells)
     if name in SHOWN:
         SHOWN[name](result)
     out = capsys.readouterr().out
@@ -113,12 +109,8 @@ def test_the_files_say_what_the_table_says(study, tmp_path, capsys):
         ["bent, or so", "", "0.25", "", ""],
     ]
     facts = json.loads((folder / "coins.json").read_text())
-    assert facts["rows"][0] == [
-        "fair",
-        0.5,
-        {"mean": share.mean, "standard_error": share.standard_error, "seeds": 3},
-        3,
-    ]
+    heads = {"mean": share.mean, "standard_error": share.standard_error, "seeds": 3}
+    assert facts["rows"][0] == ["fair", 0.5, heads, 3]
     assert facts["rows"][1] == ["bent, or so", None, 0.25, None]
     assert facts["seeds"] == [0, 1, 2] and facts["quick"] is False
     assert len(facts["data"]["heads"]) == 3 and facts["data"]["none"] is None
