@@ -315,9 +315,10 @@ def test_inputs_that_are_not_there_or_not_known(tmp_path, monkeypatch):
     for name in ("nothing", ""):
         with pytest.raises(DataError, match=f"no text, JSON lines or Parquet in '{name}'"):
             find([name])
-    for name, reason in (("x" * 300, "File name too long"), ("a**b", "Invalid pattern")):
-        with pytest.raises(DataError, match=f"cannot read '{name[:3].replace('*', '.')}.*: {reason}"):
-            find([name])
+    with pytest.raises(DataError, match="cannot read 'xxx.*: File name too long"):
+        find(["x" * 300])
+    with pytest.raises(DataError, match="(cannot read|Parquet in) 'a[*]{2}b'"):  # no pattern before Python 3.13
+        find(["a**b"])
 
 
 def test_halves_of_surrogate_pairs(tmp_path):
