@@ -31,6 +31,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 # The key of tensors under `is_grads_batched`; to look it up by name in each call would cost more than all else here.
 _BATCHED = torch._C._parse_dispatch_key("Batched")
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _present = partial(filter, partial(is_not, None))
 _TENSOR = {Tensor}
 AT_ONCE = ("cpu",)  # types of devices whose results are ready when a call returns
@@ -152,7 +153,7 @@ def past_hooks() -> Iterator[None]:
     """Turns off all hooks on saved tensors, such as those of activation checkpointing, under which `torch.func` refuses
     to run: for code that autograd does not see, of which it saves nothing anyway."""
     hooks: list[Any] = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := _top_hooks(True)) is not None:
         hooks.append(top)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
@@ -170,7 +171,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(forward: Forward, _: Pullback, record: list[Any] | None, *inputs: Tensor | None) -> Tensors:
-        if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        if torch.compiler.is_compiling() or _top_hooks(True) is None:
             outputs, residuals = forward(inputs, record is not None)
         else:
             with past_hooks():
@@ -218,7 +219,9 @@ class _Function(torch.autograd.Function):
                 leaves.append(other if tensor is None else tensor)
             (record,) = tree_unflatten(leaves, ctx.layout)
         grads = [*_present(cotangents)]
-        with full_precision(grads), _NOTHING if torch.compiler.is_compiling() else past_hooks():
+        graph = torch.compiler.is_compiling()  # which has no hooks; looked for here, as calls in Python cost more
+        hooked, mixed = not graph and _top_hooks(True) is not None, graph or torch._C._is_any_autocast_enabled()
+        with full_precision(grads) if mixed else _NOTHING, past_hooks() if hooked else _NOTHING:
             return None, None, None, *ctx.pullback(inputs, record, grads)
 
 
