@@ -412,8 +412,7 @@ def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerFor
         return gx
 
     places = _places.__wrapped__ if torch.compiler.is_compiling() else _places  # torch warns that it traces no cache
-    with torch.device("cpu"):  # kept, whatever the default device is
-        where, factor, first_place, second_place = places(d)
+    where, factor, first_place, second_place = places(d)
 
     def spread(weights: Tensor) -> Tensor:
         return _take(weights, where) * factor.to(weights)
@@ -429,16 +428,17 @@ def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerFor
 def _places(d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each feature of F, its index in phi and its entry of E; for each of phi, the one or two indices in F, the
     second one past the end of F if there is none."""
-    pairs = torch.tensor([(i, j) for i in range(d) for j in range(i - i % BLOCK, d)])
+    near: Any = {"device": "cpu"}  # whatever the default is: they are kept
+    pairs = torch.tensor([(i, j) for i in range(d) for j in range(i - i % BLOCK, d)], **near)
     low, high = pairs.aminmax(dim=1)
-    where = torch.cat((torch.arange(1 + d), 1 + d + high * (high + 1) // 2 + low))
+    where = torch.cat((torch.arange(1 + d, **near), 1 + d + high * (high + 1) // 2 + low))
     # A pair within a block is there in both orders, each times 1 / sqrt(2).
     twice = (low // BLOCK == high // BLOCK) & (low != high)
-    once = torch.ones(len(twice), dtype=torch.float64).masked_fill(twice, math.sqrt(0.5))
-    factor = torch.cat((torch.ones(1 + d, dtype=torch.float64), once))
-    places = torch.full((2, 1 + d + d * (d + 1) // 2), len(where))
-    ordered = torch.cat((torch.ones(1 + d, dtype=torch.bool), pairs[:, 0] <= pairs[:, 1]))
-    here = torch.arange(len(where))
+    once = torch.ones(len(twice), dtype=torch.float64, **near).masked_fill(twice, math.sqrt(0.5))
+    factor = torch.cat((torch.ones(1 + d, dtype=torch.float64, **near), once))
+    places = torch.full((2, 1 + d + d * (d + 1) // 2), len(where), **near)
+    ordered = torch.cat((torch.ones(1 + d, dtype=torch.bool, **near), pairs[:, 0] <= pairs[:, 1]))
+    here = torch.arange(len(where), **near)
     places[0, where[ordered]] = here[ordered]
     places[1, where[~ordered]] = here[~ordered]
     return where, factor, places[0], places[1]

@@ -12,6 +12,7 @@ from hecate.algorithm import DeepMomentum, NewtonSchulz, Omega
 from hecate.engine import Plan, choose, verdicts
 from hecate.engine.window import blocks, chunks
 from hecate.errors import ConfigError
+from hecate.phi import polynomial
 from hecate.testing import check_vjp
 from tests.engine.test_properties import in_pieces, whole
 from tests.memories import case_of, config_of
@@ -161,6 +162,20 @@ def test_features_of_a_power_series(own, d):
     x = x.requires_grad_()
     g = torch.cos(out * 7)
     torch.testing.assert_close(form.pullback(x.detach(), g), torch.autograd.grad(form.features(x), x, g)[0])
+
+
+@pytest.mark.spec("PHI-SERIES-D1", "ENG-COMPILE-I1")
+def test_what_a_power_series_keeps_is_made_within_a_graph_and_whatever_the_default_device():
+    own = phi.Taylor()
+
+    def features(x):
+        return own.power_form(5).features(x)
+
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(5))
+    polynomial._places.cache_clear()
+    found = torch.compile(features, backend="eager", fullgraph=True)(x)
+    with torch.device("meta"):
+        torch.testing.assert_close(found, features(x))
 
 
 def test_features_of_a_subclass_with_its_own_formula():
