@@ -146,7 +146,7 @@ def test_a_text_ends_ahead_of_a_stop():
 
 
 @pytest.mark.spec("TRAIN-OPEN-D1")
-def test_a_model_is_opened_without_its_data(run):
+def test_a_model_is_opened_without_its_data(run, tmp_path):
     trained = open_model(run, "newest")
     assert trained.step == 20 and not trained.model.training and trained.device.type == "cpu"
     path = checkpoints(run / "checkpoints")[-1]
@@ -155,7 +155,7 @@ def test_a_model_is_opened_without_its_data(run):
     with pytest.raises(DataError):
         open_run(run)
     with pytest.raises(CheckpointError, match="is not a run folder: it has no config.yaml"):
-        open_model(run / "figures")
+        open_model(tmp_path)
 
 
 @pytest.mark.spec("TRAIN-OPEN-D1", "TRAIN-GEN-D1", "TRAIN-GEN-D2", "TRAIN-GEN-D3")
