@@ -14,7 +14,7 @@ import hecate
 from hecate.errors import ConfigError
 from hecate.hf import byte_tokenizer
 from hecate.train.evaluate import generate
-from tests.hf.common import SOME, made, plain, tokens
+from tests.hf.common import RULES, SOME, made, plain, tokens
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
 
@@ -57,7 +57,7 @@ def test_every_way_gives_the_same_tokens(rule):
         model.generate(ids, cache_implementation="static", disable_compile=True, **GREEDY)
 
 
-@pytest.mark.parametrize("rule", ["mag", "mlp"])  # keys and values beside a matrix, and a memory of several tensors
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.spec("HF-GEN-D1")
 def test_beams_and_samples(rule):
     model, ids = made(rule, tie_embeddings=False), tokens(2, 6)

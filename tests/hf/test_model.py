@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hecate.errors import ConfigError, ShapeError
-from tests.hf.common import KINDS, VOCABULARY, made, plain, tokens
+from tests.hf.common import KINDS, RULES, VOCABULARY, made, plain, tokens
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}  # float64, other splits of the same sums
 
@@ -48,7 +48,7 @@ def test_logits_and_states_are_those_of_the_language_model(rule):
         assert torch.allclose(after[1], expected[1, 9], **CLOSE)
 
 
-@pytest.mark.parametrize("rule", ["momentum", "levels", "mac"])  # a state alone, several of one layer, one with keys
+@pytest.mark.parametrize("rule", KINDS)
 @pytest.mark.spec("HF-PACK-D1")
 def test_documents_of_one_row_do_not_see_each_other(rule):
     model, ids = made(rule), tokens(1, 11)
@@ -73,7 +73,7 @@ def test_documents_of_one_row_do_not_see_each_other(rule):
         assert torch.allclose(found, apart[:, 5:], **CLOSE)
 
 
-@pytest.mark.parametrize("rule", ["decay", "mag", "levels"])  # without ties, and of two kinds of tied layers
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.spec("HF-LM-D1", "HF-TRAIN-D1")
 def test_losses_and_gradients(rule):
     model, ids = made(rule).train(), tokens(2, 9)
