@@ -20,6 +20,21 @@ if not collect_ignore_glob:
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
+    # At every operation of two operands it would cast and broadcast both: numpy broadcasts them. Of 16 bits some are cast.
+    wide = {tl.float32, tl.float64, tl.int32, tl.int64}
+    semantic, joint = type(interpreter.interpreter_semantic), {}
+    check_types = semantic.binary_op_type_checking_impl
+
+    def checked(self, lhs, rhs, *rest, **how):
+        if not (isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype == rhs.dtype in wide):
+            return check_types(self, lhs, rhs, *rest, **how)
+        names = lhs.type.name, rhs.type.name
+        if names not in joint:
+            joint[names] = check_types(self, lhs, rhs, *rest, **how)[0].type
+        return tl.tensor(lhs.handle, joint[names]), tl.tensor(rhs.handle, joint[names])
+
+    semantic.binary_op_type_checking_impl = checked
+
     # At every operation it would list all dtypes of numpy, and check and wrap each size of the few shapes there are.
     make_dtype, make_block, make_tensor = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
     dtypes, blocks, shapes = {}, {}, {}
