@@ -20,7 +20,7 @@ if not collect_ignore_glob:
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
-    # At every operation of two operands it would cast and broadcast both: numpy broadcasts them. Of 16 bits some are cast.
+    # At every operation of two operands it would cast and broadcast both: numpy broadcasts. Some of 16 bits are cast.
     wide = {tl.float32, tl.float64, tl.int32, tl.int64}
     semantic, joint = type(interpreter.interpreter_semantic), {}
     check_types = semantic.binary_op_type_checking_impl
