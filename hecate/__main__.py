@@ -3,11 +3,16 @@
 import sys
 from pathlib import Path
 
+try:
+    here = Path.cwd()
+except FileNotFoundError:
+    print("error: the working folder does not exist any more; cd to another one", file=sys.stderr)
+    sys.exit(2)
 # Python puts the working folder first on its path, where a user's file could take the place of a library's module.
-if not sys.flags.safe_path and Path(sys.path[0]).absolute() == Path.cwd():
+if not sys.flags.safe_path and Path(sys.path[0]).absolute() == here:
     del sys.path[0]
-    if Path(__file__).resolve().parents[1] == Path.cwd().resolve():  # this package itself is there
-        sys.path.append(str(Path.cwd()))
+    if Path(__file__).resolve().parents[1] == here.resolve():  # this package itself is there
+        sys.path.append(str(here))
 
 from hecate.terminal import quiet_interrupts
 

@@ -77,6 +77,14 @@ def test_neither_the_command_line_nor_its_pool_runs_a_file_of_the_working_folder
     assert "PYTHONSAFEPATH" not in os.environ
 
 
+def test_a_working_folder_that_was_deleted_is_told(tmp_path):
+    code = "import os, sys; os.rmdir(os.getcwd()); import hecate.__main__"
+    own = {**os.environ, "PYTHONPATH": str(Path(hecate.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True)
+    said = "error: the working folder does not exist any more; cd to another one\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_modules_of_users_come_behind_libraries(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
