@@ -158,6 +158,32 @@ class Plan:
         plan._lay_out(config, state, initial, k, v.shape[-1])
         return plan
 
+    @classmethod
+    def around(cls, config: MemoryConfig, flat: Tensors, names: tuple[tuple[str, ...], tuple[str, ...]]) -> Plan:
+        """The plan of a call that is known by its tensors, `Call.flat`, and by the names of phi's parameters."""
+        inputs = Inputs(*flat[: len(Inputs._fields)])  # type: ignore[arg-type]
+        general = tuple([name for name, gate in zip(GENERAL, inputs[9:], strict=True) if gate is not None])
+        first, v = len(inputs) + sum(map(len, names)), inputs.v
+        looks: dict[str, Any] = {
+            "length": v.shape[1], "device": v.device.type, "values": v.dtype, "dtype": flat[first].dtype,  # type: ignore[union-attr]
+            "masks": tuple([name for name in ("write", "reset") if getattr(inputs, name) is not None]),
+            "general": (*general, RATES) if inputs.lr.dim() == 4 else general, "channels": inputs.retain.dim() == 4,
+        }  # fmt: skip
+        plans: list[Any] = [None]
+        # The sum normaliser's first, which the memory's holds.
+        for counting in (True, False) if config.normalizer != "none" else (False,):
+            plan = cls(config, **looks)
+            plan.names, plan.first, plan.counting, plan.counter, plan.by_tensors = (
+                names,
+                first,
+                counting,
+                plans[-1],
+                True,
+            )
+            plan._lay_out(config.counting if counting else config, None, None, inputs.k, 1 if counting else v.shape[-1])
+            plans.append(plan)
+        return plans[-1]
+
     def _lay_out(
         self, config: MemoryConfig, state: MemoryState | None, initial: Named | None, k: Tensor, d_v: int
     ) -> None:

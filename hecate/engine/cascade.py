@@ -39,6 +39,10 @@ class Cascade(TokenEngine):
             return f"algorithm {config.algorithm.kind!r} is not a linear recurrence of the gates alone"
         return None
 
+    def steps(self, plan: Plan | Call) -> int:
+        """The blocks of both memories, each of many operations."""
+        return plan.length
+
     def cost(self, plan: Plan) -> float:
         """From six tokens on it has been faster than the token loop, whatever the sizes (measured)."""
         return 300.0 + 45.0 * plan.length

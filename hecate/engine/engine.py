@@ -126,6 +126,10 @@ class Engine(ABC):
         """A few words on its cost, for the log and `hecate show --engine`: by default its `reason`."""
         return self.reason
 
+    def steps(self, plan: Plan | Call) -> int:
+        """About how many steps one after the other torch.compile would unroll; 0 if few at any length."""
+        return 0
+
     def autodiff(self, config: MemoryConfig) -> Autodiff:
         """Meaning of `autodiff="auto"`: autograd, which keeps what blocks make, for linear memories; else the tape."""
         return "torch" if config.forms.linear else "auto"
@@ -256,7 +260,7 @@ def chunk_refusal(config: MemoryConfig) -> str | None:
 def untold(config: MemoryConfig) -> str | None:
     """Reason why a rule cannot be passed to an operator as text: read back, it would be another rule, as where a kind
     has been redefined since. None if it can."""
-    for knob in knobs_of(config.rule):
+    for knob in (*knobs_of(config.rule), config.feature_map):
         if type(knob)._registry.get(knob.kind) is not type(knob):
             return f"its operator is handed the rule as text, and {knob.kind!r} is another class by now"
     return None if config.text is not None else "its operator is handed the rule as text, which reads as another one"

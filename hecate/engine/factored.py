@@ -49,6 +49,10 @@ class Factored(TokenEngine):
             return f"algorithm {config.algorithm.kind!r} as configured makes no step of narrow factors"
         return None
 
+    def steps(self, plan: Plan | Call) -> int:
+        """Every token."""
+        return plan.length
+
     def cost(self, plan: Plan) -> float:
         """Half of what the loop takes (measured)."""
         return 60.0 * (1 + plan.length)

@@ -34,6 +34,10 @@ class Sequential(TokenEngine):
     truth = steady = transposes = anchors = bounds = True
     takes = (*GENERAL, RATES)
 
+    def steps(self, plan: Plan | Call) -> int:
+        """Every token."""
+        return plan.length
+
     def cost(self, plan: Plan) -> float:
         """Python and a few products per token."""
         return 1.0 + 100.0 * plan.length

@@ -18,7 +18,7 @@ from hecate.checks import expect, named, warn_if_turned
 from hecate.engine import nonfinite
 from hecate.engine.arguments import check_config, check_mask, check_tokens, document_starts
 from hecate.engine.call import Call
-from hecate.engine.engine import EngineName, choose, explain
+from hecate.engine.engine import EngineName, choose, explain, untold
 from hecate.engine.flops import counted, counters, hidden, scan_flops
 from hecate.engine.one_token import keep_program, one_by_one, short_way
 from hecate.engine.reductions import one_write_each, read_once, read_through
@@ -29,11 +29,12 @@ from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.states import with_tensors
 from hecate.tape import Autodiff, Tape, differentiate, execute, several
-from hecate.tape.bridge import without_autocast
+from hecate.tape.bridge import compiled_alone, without_autocast
 from hecate.tape.ops import joined
 
 _AUTODIFFS = get_args(Autodiff)
 _LOG = logging.getLogger("hecate.engine")
+UNROLLED = 8  # the most steps of an engine that torch.compile unrolls, each of which takes it a second or more
 _TIMED = ("gates", "write_mask", "reset_mask")  # [B, T, ...], beside q, k and v
 
 pytree._register_namedtuple(Gates, serialized_type_name="hecate.Gates")  # in files of torch.export
@@ -160,6 +161,10 @@ def _scan(
         autodiff = chosen.autodiff(call.config)
     if tape is not None:
         outputs = chosen.outputs(call, tape)
+    elif compiled_alone() and chosen.steps(call) > UNROLLED and untold(call.config) is None:
+        from hecate.engine.operator import scanned  # torch takes its time to register operators
+
+        outputs = tuple(scanned(chosen.name, call))
     elif autodiff == "torch":  # autograd records it
         with without_autocast(call.plan.device):
             outputs = chosen.outputs(call, execute)

@@ -18,7 +18,7 @@ from hecate.checks import Count, Depth, Taps
 from hecate.errors import ConfigError, not_known, shorten
 from hecate.formula import MIXES, activation_nodes
 from hecate.gating import GatingKind, Plain
-from hecate.phi import FeatureMapKind, Identity
+from hecate.phi import FeatureMap, FeatureMapKind, Identity
 from hecate.readout import Direct, ReadoutKind
 from hecate.retention import Decay, NoRetention, RetentionKind
 from hecate.rule.layer import LayerOptions
@@ -30,7 +30,10 @@ from hecate.variant import Config, Conflicts, briefly
 LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation", "layer_options")
 """Fields of a config that a layer around the memory reads, and a scan does not."""
 
-_OF_KERNELS = {*MemoryRule.model_fields, "chunk", "commit", "read", "decay_order", "step", "state_dtype"}
+_OF_ENGINES = {  # without layer_v_norm it would read as of an earlier version
+    *MemoryRule.model_fields, "feature_map", "chunk", "commit", "read", "decay_order", "normalizer", "key_norm",
+    "query_scale", "step", "state_dtype", "on_nonfinite", "layer_v_norm",
+}  # fmt: skip
 Named = str | Mapping[str, Any]
 """A variant by its kind or as a mapping, or a config by the name of a rule: what is validated into one."""
 Value = TypeVar("Value")
@@ -132,7 +135,7 @@ class MemoryConfig(Config):
     # raw or each key has its own (`by_key`) [RULE-STEP-D3]; of an unfinished chunk tokens carry on `remembered_keys`,
     # with `accumulated_retain` the product of its gates, and with `frozen_gradients` the state at which they are taken;
     # `refusals` is what engines have said of it, by engine. `plans` and `launches` of scans and `programs` of single
-    # tokens are kept by the looks of their tensors; no copy has them. `text` is what kernels read, in JSON, which a
+    # tokens are kept by the looks of their tensors; no copy has them. `text` is what engines read, in JSON, which a
     # compiler cannot make; None where reading it would give another rule.
     accumulated_retain: ClassVar[bool]
     blocks: ClassVar[int]
@@ -168,8 +171,8 @@ class MemoryConfig(Config):
         if all(hasattr(fields[name], "kernel_form") for name in names):  # else it is refused when it is checked
             keep("forms", Forms(self.rule, self.feature_map))
             self._keep_what_chunks_are(keep)
-            readable = isinstance(self.bias, Bias) and _is_readable(self.rule)
-            keep("text", self.model_dump_json(include=_OF_KERNELS, warnings=False) if readable else None)
+            readable = isinstance(self.bias, Bias) and _is_readable(self.rule, self.feature_map)
+            keep("text", self.model_dump_json(include=_OF_ENGINES, warnings=False) if readable else None)
             link = self.structure.cascade()
             both = None if link is None else tuple(but(structure=Matrix(), bias=b) for b in (link, self.bias))
             keep("cascade", both)
@@ -486,12 +489,13 @@ class MemoryConfig(Config):
             yield f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
 
 
-def _is_readable(rule: MemoryRule) -> bool:
+def _is_readable(rule: MemoryRule, phi: FeatureMap) -> bool:
     """True if a rule's text is read back as the same rule: fields of a user's own kinds may be left out or rounded."""
-    if all(type(knob).__module__.startswith("hecate.") for knob in knobs_of(rule)):
+    if all(type(knob).__module__.startswith("hecate.") for knob in (*knobs_of(rule), phi)):
         return True
     try:
-        return MemoryRule.model_validate_json(rule.model_dump_json(warnings=False)) == rule
+        same = type(phi).model_validate_json(phi.model_dump_json(warnings=False)) == phi
+        return same and MemoryRule.model_validate_json(rule.model_dump_json(warnings=False)) == rule
     except ConfigError:
         return False
 

@@ -80,6 +80,10 @@ class Chunk(TokenEngine):
             return f"retention.link_at={links!r} with a retain per phi channel"
         return None
 
+    def steps(self, plan: Plan | Call) -> int:
+        """The steps in chunks."""
+        return steps_of(plan)
+
     def cost(self, plan: Plan) -> float:
         """A step costs as much as two tokens of the token loop, so it has to take two on average."""
         return math.inf if plan.config.chunk == 1 else 200.0 * max(1, steps_of(plan))
@@ -96,7 +100,7 @@ class Chunk(TokenEngine):
         return in_folds(partial(chunked, position=call.place), call.config, tokens, carry, initial, run=run)
 
 
-def steps_of(plan: Plan, longest: int | None = None) -> int:
+def steps_of(plan: Plan | Call, longest: int | None = None) -> int:
     """Number of steps of a call, of `longest` tokens at most where that is given; 0 without tokens."""
     config, length = plan.config, plan.length
     if plan.steps is not None or not length:

@@ -97,6 +97,10 @@ class Window(Engine):
             return f"keys or queries of size {size:.2g} leave the range of {plan.dtype} in a kernel of degree {degree}"
         return None
 
+    def steps(self, plan: Plan | Call) -> int:
+        """The blocks of tokens, each of many operations."""
+        return plan.length
+
     def cost(self, plan: Plan) -> float:
         """From six tokens on it has been faster than the token loop, whatever the sizes; a span takes less than two of
         its tokens (measured)."""
