@@ -24,7 +24,7 @@ from hecate.checks import Count
 from hecate.data.base import Split
 from hecate.data.tokenizer import MOST, MOST_BYTES, Bytes, FileTokenizer, Tokenizer
 from hecate.errors import ConfigError, DataError
-from hecate.files import read_file, reading, refuse_pipe
+from hecate.files import read_file, read_whole, reading, refuse_pipe
 from hecate.variant import Config, read_json
 
 FORMAT, VERSION = "hecate-tokens", 1
@@ -91,9 +91,7 @@ def read_sidecar(folder: Path) -> Sidecar:
     """The sidecar of a folder; `DataError` says why it is missing or cannot be used."""
     path = folder / SIDECAR
     with reading(path, "make the folder with `hecate data tokenize`"):
-        text = read_file(path, _MOST_BYTES + 1)
-    if len(text) > _MOST_BYTES:
-        raise DataError(f"{path} has more than {_MOST_BYTES >> 20} MiB, which no sidecar has; is it one?")
+        text = read_whole(path, _MOST_BYTES)
     try:
         document = read_json(text, strict=True)
     except ConfigError:
@@ -117,7 +115,7 @@ def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:
     if sidecar.tokenizer is None:
         return Bytes()
     with reading(path):
-        text = read_file(path, MOST_BYTES).decode()
+        text = read_whole(path, MOST_BYTES).decode()
     if hashlib.sha256(text.encode()).hexdigest() != sidecar.tokenizer:
         raise DataError(f"{path} is not the tokenizer that the shards beside it were made with; put that back")
     return FileTokenizer(text, str(path))

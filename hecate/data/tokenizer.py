@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.errors import DataError, install_line, printable, shorten
-from hecate.files import read_file, reading
+from hecate.files import read_whole, reading
 from hecate.processes import interpreter
 
 BYTES = 256
@@ -235,13 +235,7 @@ def open_tokenizer(source: str | Path, *, tried: bool = False) -> Tokenizer:
         return Bytes()
     path = Path(source)
     with reading(f"tokenizer {path}", "give a tokenizer.json, or bytes"):
-        content = read_file(path, MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise DataError(f"tokenizer {path} has more than {MOST_BYTES:,} bytes; is it really a tokenizer.json?")
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is no tokenizer: it is not text; give a tokenizer.json, or bytes") from None
+        text = read_whole(path, MOST_BYTES).decode()
     return FileTokenizer(text, str(path), tried=tried)
 
 

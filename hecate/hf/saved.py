@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
@@ -28,14 +28,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hecate.checks import expect_choice
 from hecate.data.tokenizer import END, Bytes, FileTokenizer, Tokenizer
 from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
-from hecate.files import expect_free, read_whole, refuse_pipe, write_file, written_folder
+from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.hf.adopt import hook_models
 from hecate.hf.graft import BRANCH, GRAFT, Branch, GraftConfig, Grafted, Train, build, decoder_of, freeze, install
 from hecate.hf.graft_mlp import KEY, Fast, FastMLP, MLPGraftConfig, build_mlps, install_mlps
 from hecate.hf.model import HecateForCausalLM
 from hecate.hf.upgrade import LAYERS, Hosted, HostedConfig, describe_hosted
 from hecate.models import LanguageModel
-from hecate.train.checkpoint import write_tensors
+from hecate.train.checkpoint import open_tensors, write_tensors
 from hecate.train.trained import open_model
 from hecate.variant import read_json
 
@@ -412,12 +412,8 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a folder's files for whose names `wanted` is true, on the CPU."""
     for path in sorted(folder.glob(pattern)):
-        try:
-            refuse_pipe(path)
-            with safe_open(path, framework="pt") as file:
-                yield from ((name, file.get_tensor(name)) for name in file.keys() if wanted(name))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); save it again") from None
+        with open_tensors(path, "save it again") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys() if wanted(name))
 
 
 def load_plain(folder: Path, options: Mapping[str, Any], instead: tuple[str, ...] = ()) -> Any:

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hecate.checks import check_room, expect_choice
@@ -290,10 +288,8 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{file} is missing; name a run folder, a checkpoint folder or a safetensors file, such as {WEIGHTS}"
         )
-    try:
-        return dict(load_file(file))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); write it again") from None
+    with store.open_tensors(file, "write it again") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}
 
 
 def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
