@@ -28,6 +28,7 @@ from hecate.nn import LayerState, Memory
 from hecate.nn.sums import state_of_sums
 from hecate.rule import LAYER, LAYER_FIELDS, MemoryConfig
 from hecate.tape.bridge import without_autocast
+from hecate.train.evaluate import evaluating
 
 RULES = ("gated_delta", "kda")
 _QK_EPS = 1e-6  # added to the squared norm, in the kernels of every family
@@ -511,18 +512,11 @@ class AsModel(nn.Module):
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        """Context with the model in evaluation mode, without gradients, and without warnings, as the result says
-        enough."""
-        modes = {part: part.training for part in self.model.modules()}
-        try:
-            self.model.eval()
-            device = self.model.get_input_embeddings().weight.device
-            with torch.no_grad(), without_autocast(device.type), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
+        """`evaluating`, in the model's own dtype and without warnings, as the result says enough."""
+        device = self.model.get_input_embeddings().weight.device
+        with evaluating(self.model), without_autocast(device.type), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
 
     def _few(self, *rows: list[int]) -> Tensor:
         embedding = self.model.get_input_embeddings()

@@ -18,6 +18,7 @@ from hecate.microscope.view import MemoryView, View, in_double, joined_mask
 from hecate.nn import LinearAttention, Memory
 from hecate.nn.rule import FeatureMemory, ScanArguments
 from hecate.rule import Gates, MemoryState
+from hecate.train.evaluate import evaluating
 
 
 def look(
@@ -115,12 +116,10 @@ def _observe(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], An
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         records[module].append((bound.arguments, output))
 
-    with ExitStack() as undo, torch.no_grad():
-        for module in model.modules():
-            undo.callback(setattr, module, "training", module.training)
+    with ExitStack() as undo:
+        undo.enter_context(evaluating(model))
         for module in names:
             undo.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-        model.eval()
         run()
     calls: dict[str, list[Call]] = {}
     with torch.no_grad():

@@ -67,14 +67,15 @@ def resets_of(batch: Batch, device: torch.device, *, shared: bool = False) -> di
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context with the model in evaluation mode and without gradients; its mode is restored afterwards."""
-    training = model.training
+    """Context with the model in evaluation mode and without gradients; the mode of each part is restored afterwards."""
+    training = [part for part in model.modules() if part.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for part in training:
+            part.training = True
 
 
 def evaluate(
