@@ -88,14 +88,12 @@ def export_folder(folder: Path | str, out: Path | str, which: str = "best", dtyp
         from hecate.hf import HecateForCausalLM
 
         try:
-            model: nn.Module = HecateForCausalLM.from_pretrained(folder).model.lm
+            model: LanguageModel = HecateForCausalLM.from_pretrained(folder).model.lm
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder} is no model of hecate: {error}") from None
         home: Path | None = folder
     else:
         model, home = open_model(folder, which, "cpu").model, home_of(folder)
-    if not isinstance(model, LanguageModel):
-        raise ConfigError(f"{folder} has trained a {type(model).__name__}; language models alone are exported")
     names = ("config.yaml", "config.json", "tokenizer.json")
     beside = [home / name for name in names if (home / name).is_file()] if home else ()
     return export_onnx(model, out, beside, dtype)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from hecate.data.tokenizer import library
 from hecate.errors import DataError, shorten
-from hecate.files import reading
+from hecate.files import read_most, reading
 
 TEXT, LINES, TABLE = (".txt", ".md", ".rst", ".py", ".text"), (".jsonl", ".ndjson"), (".parquet",)
 PACKED = (".gz", ".zst")
@@ -122,10 +122,10 @@ def _open_file(path: Path) -> Iterator[BinaryIO]:
 def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) -> Iterator[str]:
     whole = limits.document, f"{path} has a document", "part it with --separator", "--max-document"
     if separator is None and limits.cut is not None:
-        yield codecs.getincrementaldecoder("utf-8")().decode(_read_most(file, limits.cut))  # without half a character
+        yield codecs.getincrementaldecoder("utf-8")().decode(read_most(file, limits.cut))  # without half a character
         return
     if separator is None:
-        text = _read_most(file, limits.document + 1)
+        text = read_most(file, limits.document + 1)
         _check_size(len(text), *whole)
         yield text.decode()
         return
@@ -140,14 +140,6 @@ def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) ->
         size += len(line)
         _check_size(size, *whole)
     yield b"".join(lines).decode()
-
-
-def _read_most(file: BinaryIO, most: int) -> bytearray:
-    """The first bytes of a file, at most `most`; memory grows as they are read, while `read` would reserve `most`."""
-    content = bytearray()
-    while len(content) < most and (piece := file.read(min(most - len(content), 1 << 20))):
-        content += piece
-    return content
 
 
 def _check_size(size: int, most: int, what: str, cure: str, option: str) -> None:

@@ -135,8 +135,7 @@ class TokenFile(NamedTuple):
 
     def check(self) -> None:
         """Refuses files that are missing, or not of the size that they must have. [DATA-SHARD-D2]"""
-        width = np.dtype(self.dtype).itemsize
-        _check_size(self.path, self.begin + width * self.tokens)
+        _check_size(self.path, self.begin + np.dtype(self.dtype).itemsize * self.tokens)
         if self.starts is not None:
             _check_size(self.starts, 8 * self.documents)
 
@@ -264,8 +263,7 @@ class TokenStream:
             raise DataError(f"nothing says where documents start in {file.path}")
         # Verified before the first use, as starts decide where memories are reset; the file is small.
         if file.starts_sha256 is not None and path not in self._checked:
-            if file_sha256(path) != file.starts_sha256:
-                raise DataError(f"{path} is damaged: its SHA-256 is not what its folder says; put it back")
+            check_hash(path, file.starts_sha256)
             self._checked.add(path)
         return np.frombuffer(self._read_bytes(path, 8 * first, 8 * max(last - first, 0)), dtype="<u8").astype(np.int64)
 
@@ -294,6 +292,12 @@ def file_sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_hash(path: Path, recorded: str) -> None:
+    """Refuses a file with another SHA-256 than recorded."""
+    if file_sha256(path) != recorded:
+        raise DataError(f"{path} is damaged: it has another SHA-256 than recorded; put it back as it was written")
+
+
 def hashes_of(folder: Path, sidecar: Sidecar) -> dict[Path, str]:
     """Expected SHA-256 of every file of a folder, by path."""
     shards = (*sidecar.train, *sidecar.validation)
@@ -311,10 +315,8 @@ def lengths_of(folder: Path, sidecar: Sidecar) -> NDArray[np.int64] | None:
         return None
     path = folder / LENGTHS
     _check_size(path, 4 * sidecar.vocabulary)
-    raw = path.read_bytes()
-    if hashlib.sha256(raw).hexdigest() != sidecar.lengths:
-        raise DataError(f"{path} is damaged: it has another SHA-256 than recorded; put it back as it was written")
-    return np.frombuffer(raw, dtype="<u4").astype(np.int64)
+    check_hash(path, sidecar.lengths)
+    return np.fromfile(path, dtype="<u4").astype(np.int64)
 
 
 def first_documents(folder: Path, count: int, most: int = 200) -> list[tuple[int, str]]:

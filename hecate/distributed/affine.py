@@ -181,12 +181,8 @@ def _combine(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
     config, forms = scan.config, scan.config.forms
     # Gates alone give A for steps M' = retain M + D whose direction is that of gd or momentum.
     gated = forms.target and forms.plain and forms.algorithm is not None
-    if config.structure.diagonal:
-        piece = _diagonal_piece(scan)
-    elif gated:
-        piece = _gated_piece(scan)
-    else:
-        piece = _matrix_piece(scan)
+    compute = _diagonal_piece if config.structure.diagonal else _gated_piece if gated else _matrix_piece
+    piece = compute(scan)
     sent = [*piece.ends, *(move for row in piece.moves for move in row)]
     sent += [] if piece.rows is None else [piece.rows]
     every = gather(torch.cat([item.flatten() for item in sent]), ranks)

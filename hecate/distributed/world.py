@@ -282,8 +282,7 @@ class World:
 
 def _error_of(kind: str, text: str) -> HecateError:
     """An error of another rank."""
-    error: HecateError = getattr(errors, kind, HecateError)(text)
-    return error
+    return getattr(errors, kind, HecateError)(text)
 
 
 def _out() -> str:

@@ -34,7 +34,6 @@ from hecate.hf.graft import BRANCH, GRAFT, Branch, GraftConfig, Grafted, Train, 
 from hecate.hf.graft_mlp import KEY, Fast, FastMLP, MLPGraftConfig, build_mlps, install_mlps
 from hecate.hf.model import HecateForCausalLM
 from hecate.hf.upgrade import LAYERS, Hosted, HostedConfig, describe_hosted
-from hecate.models import LanguageModel
 from hecate.train.checkpoint import open_tensors, write_tensors
 from hecate.train.trained import open_model
 from hecate.variant import read_json
@@ -55,15 +54,10 @@ def export_run(run: Path | str, out: Path | str, which: str = "best") -> Exporte
 
     Raises:
         CheckpointError: `run` is not a run or checkpoint, or `out` cannot be written.
-        ConfigError: the run's model is not a language model.
     """
     out = Path(out)
     expect_free(out, "choose another --out")
     trained = open_model(run, which, "cpu")
-    if not isinstance(trained.model, LanguageModel):
-        raise ConfigError(
-            f"{run} has trained a {type(trained.model).__name__}; transformers is given language models alone"
-        )
     model = HecateForCausalLM.of(trained.model)
     tokenizer = None if trained.tokenizer is None else tokenizer_of(trained.tokenizer)
     if tokenizer is not None:

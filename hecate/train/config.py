@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor, nn
 
 from hecate import optim
@@ -76,13 +76,12 @@ class PartialKind(OptimizerKind):
     fallback: OptimizerKind
     about: ClassVar[str]  # the parameters that it trains
 
-    @field_validator("fallback")
-    @classmethod
-    def _takes_any_parameter(cls, fallback: OptimizerKind) -> OptimizerKind:
-        if isinstance(fallback, PartialKind):
-            choice = f"{fallback.kind!r}, which trains {fallback.about}"
-            raise ConfigError(f"must be a kind for any parameter, got {choice}; take adamw")
-        return fallback
+    def conflicts(self) -> Conflicts:
+        """A fallback that itself trains some parameters only."""
+        if isinstance(self.fallback, PartialKind):
+            choice = f"{self.fallback.kind!r}, which trains {self.fallback.about}"
+            yield ("fallback",), f"must be a kind for any parameter, got {choice}; take adamw"
+        yield from super().conflicts()
 
 
 class DGD(PartialKind, optim.DGD.Options):

@@ -260,7 +260,8 @@ def _fitting(
     if facts.optimizer != _class_names(optimizers):
         raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_class_names(optimizers)}")
     group_names = [names for optimizer in optimizers for names in _parameter_names(model, optimizer)]
-    if [_sort_names(group.get("params")) for group in facts.groups] != [sorted(names) for names in group_names]:
+    saved_names = [group.get("params") for group in facts.groups]
+    if [isinstance(n, list) and sorted(map(str, n)) for n in saved_names] != [sorted(names) for names in group_names]:
         raise CheckpointError(
             f"{where} optimises other parameters than this model, or in other groups; use its own config"
         )
@@ -280,12 +281,6 @@ def _fits(where: str) -> Iterator[None]:
     except (HecateError, ValueError) as error:
         why = error.line if isinstance(error, HecateError) else error
         raise CheckpointError(f"{where} does not fit this run's optimiser: {why}") from None
-
-
-def _sort_names(names: Any) -> Any:
-    """A list of names, sorted; anything else unchanged."""
-    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return sorted(names) if listed else names
 
 
 def sharded_like(run: Restorable, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:

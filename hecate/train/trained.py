@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hecate.checks import check_room, expect_choice
 from hecate.data import Bytes, Source, Text, Tokenizer, Tokens
@@ -26,6 +26,7 @@ from hecate.distributed import overwrite
 from hecate.distributed.shard import settle
 from hecate.errors import CheckpointError, ConfigError, DataError, shorten
 from hecate.files import expect_free, read_whole, write_file, written_folder
+from hecate.models import LanguageModel
 from hecate.train import checkpoint as store
 from hecate.train.checkpoint import MANIFEST, Checkpoint, load_checkpoint
 from hecate.train.compose import dump_experiment, load_experiment
@@ -86,7 +87,7 @@ def home_of(path: Path) -> Path | None:
 class Trained(NamedTuple):
     """A model with the parameters of a checkpoint, in evaluation mode on `device`."""
 
-    model: nn.Module
+    model: LanguageModel
     config: ExperimentConfig
     step: int
     tokenizer: Tokenizer | None

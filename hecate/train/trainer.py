@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
     bytes_per_label: float = 1.0
 
 
-def build_model(config: ExperimentConfig, device: str | None = None) -> nn.Module:
+def build_model(config: ExperimentConfig, device: str | None = None) -> LanguageModel:
     """The model of an experiment, initialised from its seed alone; on the meta device without numbers, elsewhere
     refused before it is drawn if the machine cannot hold it."""
     if device != "meta":

@@ -138,7 +138,7 @@ def test_a_damaged_list_of_documents_is_refused_before_it_resets_anything(folder
     before = sidecar.train[0].tokens
     assert len(stream.starts(0, before)) == sidecar.train[0].documents  # the first is as it was
     for read in (lambda: stream.starts(before, before + 1), lambda: stream.next_start(before)):
-        with pytest.raises(DataError, match=rf"{damaged.name} is damaged: its SHA-256"):
+        with pytest.raises(DataError, match=rf"{damaged.name} is damaged: it has another SHA-256"):
             read()
 
 
