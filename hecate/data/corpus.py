@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from glob import glob
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -66,11 +67,8 @@ def files_of(text: str, wanted: Callable[[Path], bool]) -> list[Path]:
         return [p for p in path.rglob("*") if p.is_file() and wanted(p)]
     if path.is_file():
         return [path]
-    if not GLOB & set(text):
-        return []
-    anchor = Path(path.anchor) if path.anchor else Path()
-    pattern = str(path.relative_to(path.anchor)) if path.anchor else text
-    return [p for p in anchor.glob(pattern) if p.is_file()]
+    paths = map(Path, glob(text, recursive=True, include_hidden=True))  # noqa: PTH207 - which takes no absolute ones
+    return [p for p in paths if p.is_file()]
 
 
 def _suffix(path: Path) -> str:

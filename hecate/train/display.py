@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import IO, Any, NamedTuple, Self, cast
 
@@ -188,13 +189,8 @@ def counted(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `H:MM:SS`, with days in front if there are any."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days} d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+    """Seconds as `H:MM:SS`, with days in front if there are any; "-" for what no clock would show."""
+    return str(timedelta(seconds=int(seconds))) if seconds < 1e13 else "-"
 
 
 PLAIN = 10.0
