@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from hecate.errors import MESSAGE, ConfigError, install_line, printable, shorten
+from hecate.errors import MESSAGE, ConfigError, install_line, printable, retelling, shorten
 from hecate.processes import import_modules
 from hecate.terminal import afterwards, echo
 
@@ -492,10 +492,8 @@ def _of_export(folder: Path) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from hecate.hf import HecateForCausalLM
-    try:
+    with retelling(ConfigError, f"{folder} is no model with a tokenizer"):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no model with a tokenizer: {error}") from None
     if not isinstance(model, HecateForCausalLM):
         raise ConfigError(f"{folder} has a {type(model).__name__}; models of hecate alone are served")
 

@@ -25,7 +25,7 @@ from hecate import states
 from hecate.algorithm import GD
 from hecate.checks import expect_choice
 from hecate.engine import Call, as_loop, scan_answers, scan_arguments, to_tokens
-from hecate.errors import ConfigError, HecateError, install_line
+from hecate.errors import ConfigError, HecateError, install_line, retelling
 from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.models import LanguageModel, LinearTransformer
 from hecate.nn.memory import rule_repr
@@ -87,10 +87,8 @@ def export_folder(folder: Path | str, out: Path | str, which: str = "best", dtyp
     if (folder / "config.json").is_file():
         from hecate.hf import HecateForCausalLM
 
-        try:
+        with retelling(ConfigError, f"{folder} is no model of hecate"):
             model: LanguageModel = HecateForCausalLM.from_pretrained(folder).model.lm
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder} is no model of hecate: {error}") from None
         home: Path | None = folder
     else:
         model, home = open_model(folder, which, "cpu").model, home_of(folder)

@@ -23,7 +23,7 @@ from pydantic import Field
 from hecate.checks import Count
 from hecate.data.base import Split
 from hecate.data.tokenizer import MOST, MOST_BYTES, Bytes, FileTokenizer, Tokenizer
-from hecate.errors import ConfigError, DataError
+from hecate.errors import ConfigError, DataError, retelling
 from hecate.files import read_file, read_whole, reading, refuse_pipe
 from hecate.variant import Config, read_json
 
@@ -103,10 +103,8 @@ def read_sidecar(folder: Path) -> Sidecar:
         raise DataError(f"{path} has version {version!r}, this hecate reads up to {VERSION}: upgrade hecate")
     if not isinstance(content, dict) or document.get("digest") != digest_of(content):
         raise DataError(f"{path} is damaged: its digest does not match; put the folder back as it was written")
-    try:
+    with retelling(DataError, f"{path} is not valid"):
         return Sidecar.model_validate(content)
-    except ConfigError as error:
-        raise DataError(f"{path} is not valid: {error.line}") from None
 
 
 def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:

@@ -24,7 +24,7 @@ from hecate.data.shards import SIDECAR, TOKENIZER
 from hecate.data.tokenizer import open_tokenizer
 from hecate.distributed import overwrite
 from hecate.distributed.shard import settle
-from hecate.errors import CheckpointError, ConfigError, DataError, shorten
+from hecate.errors import CheckpointError, ConfigError, DataError, retelling, shorten
 from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.models import LanguageModel
 from hecate.train import checkpoint as store
@@ -106,10 +106,8 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
         expect_run(path)
     path, checkpoint = chosen_checkpoint(path, which)
     facts = run_facts(checkpoint.facts, str(path))
-    try:
+    with retelling(CheckpointError, f"{path} has a config that is not valid here"):
         config = ExperimentConfig.model_validate(facts.config)
-    except ConfigError as error:
-        raise CheckpointError(f"{path} has a config that is not valid here: {error.line}") from None
     check_opening(config, checkpoint.tensors, str(path), scored=False)
     wanted = config.budget.device if device is None else device
     place = torch.device(wanted if wanted != "cuda" or torch.cuda.is_available() else "cpu")
