@@ -233,10 +233,8 @@ class _Work:
 
 def _check_result(record: Any) -> Row:
     """The result of a run, validated. Raises ValueError, KeyError or TypeError."""
-    numbers = ["steps_per_second"] if "steps_per_second" in record else []
-    if not numbers and record["status"] != "diverged":
-        numbers = ["loss", "seconds"]
-    for name in numbers:
+    measured = "steps_per_second" in record
+    for name in ["steps_per_second"] if measured else [] if record["status"] == "diverged" else ["loss", "seconds"]:
         if type(record[name]) not in (int, float):
             raise ValueError(f"{name} is no number: {shorten(record[name])}")
     return dict(record)

@@ -288,10 +288,8 @@ class Adoption(NamedTuple):
     leaks: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = []
-        for rule in dict.fromkeys(self.adopted.values()):
-            names = [name for name, kind in self.adopted.items() if kind == rule]
-            lines.append(layers_run(names, rule))
+        of_rule = {rule: [n for n, kind in self.adopted.items() if kind == rule] for rule in self.adopted.values()}
+        lines = [layers_run(names, rule) for rule, names in of_rule.items()]
         lines += [f"left as it is: {name} ({why})" for name, why in self.left.items()]
         return "\n".join(lines + [f"packed rows: {leak}" for leak in self.leaks])
 

@@ -153,9 +153,7 @@ def _weights(layer: Any) -> dict[str, Tensor]:
 
 def _retention(decay: Any, weights: dict[str, Tensor], *, channels: bool) -> dict[str, Any]:
     """The retention of a layer, or of its forget gate, which may have a lower bound under one of two names."""
-    lowest = getattr(decay, "safe_gate_lower_bound", None)
-    if getattr(decay, "safe_gate", False):
-        lowest = decay.lower_bound
+    lowest = decay.lower_bound if getattr(decay, "safe_gate", False) else getattr(decay, "safe_gate_lower_bound", None)
     rank = len(weights["down"]) if "down" in weights else None
     fields: dict[str, Any] = {"kind": "decay", "channels": channels, "rank": rank, "gate": "softplus"}
     return fields if lowest is None else {**fields, "gate": "bounded", "lowest": lowest}
@@ -314,9 +312,8 @@ def to_cache(state: LayerState, cache: Any, index: int) -> None:
 
 def _linear_layer(cache: Any, index: int) -> Any:
     layers = getattr(cache, "layers", [])
-    if not isinstance(index, int) or isinstance(index, bool):
-        raise ConfigError(f"index must be the number of a layer, got {shorten(index)}")
-    layer = layers[index] if 0 <= index < len(layers) else None
+    expect_count(index, "index", 0)
+    layer = layers[index] if index < len(layers) else None
     if not hasattr(layer, "recurrent_states"):
         raise ConfigError(f"the cache has no layer {index} of linear attention; make it with config=model.config")
     return layer
