@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import math
+import runpy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -226,10 +226,7 @@ def _package(name: str, extra: str) -> dict[str, Any]:
 def _fla() -> Kernel:
     """fla-core's plain torch reference, imported from its file: importing the package would import triton."""
     path = importlib.metadata.distribution("fla-core").locate_file("fla/ops/gated_delta_rule/naive.py")
-    spec = importlib.util.spec_from_file_location("fla_gated_delta_rule_naive", str(path))
-    module: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    return module.naive_recurrent_gated_delta_rule
+    return runpy.run_path(str(path))["naive_recurrent_gated_delta_rule"]
 
 
 @cache

@@ -137,8 +137,7 @@ def _remembering(kind: type) -> type:
 def remembering(layer: Any) -> Any:
     """The cache layer, after changing its class to one that holds the states of memories, too."""
     if not isinstance(layer, Remembering):
-        kind: Any = type(layer)
-        layer.__class__ = _remembering(kind)
+        layer.__class__ = _remembering(layer.__class__)
     return layer
 
 

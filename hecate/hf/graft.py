@@ -157,8 +157,7 @@ def install(model: Any, decoder: Any, config: GraftConfig, branches: dict[int, t
         if config.mode == "replace":
             attention.requires_grad_(False)
         setattr(attention, BRANCH, branch.train(attention.training))
-        kind: Any = type(attention)
-        attention.__class__ = with_base(kind, Beside if config.mode == "add" else InPlace)
+        attention.__class__ = with_base(attention.__class__, Beside if config.mode == "add" else InPlace)
     return announce(model, decoder, GRAFT, config, train)
 
 
