@@ -221,10 +221,8 @@ def _check_column(path: Path, schema: Any, field: str, types: Any) -> None:
     kind = schema.field(field).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise DataError(
-            f"{path} has {shorten(str(kind))} in column {shorten(field)}, where texts must stand; name the column of "
-            "texts with --field"
-        )
+        cure = "name the column of texts with --field"
+        raise DataError(f"{path} has {shorten(str(kind))} in column {shorten(field)}, where texts must stand; {cure}")
 
 
 def _largest(path: Path, file: BinaryIO, group: Any, field: str, limits: Limits) -> int:

@@ -129,10 +129,8 @@ def tokenize(
             f"cannot write {out}: {error.strerror or error}; {cure(error) or 'mend that'}, and the same command goes on"
         ) from None
     except BrokenProcessPool:
-        raise DataError(
-            "a worker ended before its time, maybe for want of memory; the same command goes on, with fewer --workers "
-            "if need be"
-        ) from None
+        remedy = "the same command goes on, with fewer --workers if need be"
+        raise DataError(f"a worker ended before its time, maybe for want of memory; {remedy}") from None
     return sidecar
 
 

@@ -68,10 +68,8 @@ def raw(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"the text {shorten(text)} is not UTF-8 at character {error.start}; give it in UTF-8, which the terminal's "
-            "locale has to be, too"
-        ) from None
+        cure = "give it in UTF-8, which the terminal's locale has to be, too"
+        raise DataError(f"the text {shorten(text)} is not UTF-8 at character {error.start}; {cure}") from None
 
 
 class Bytes(Tokenizer):

@@ -315,10 +315,8 @@ def save_graft(model: Any, folder: str | Path) -> None:
     if not branches:
         raise ConfigError(f"the {type(model).__name__} has no graft; graft it first")
     if not isinstance(model, PreTrainedModel) or not all(isinstance(branch, Branch) for branch in branches.values()):
-        raise ConfigError(
-            f"the {type(model).__name__} or its memories are wrapped, as by peft; save the model of its "
-            "merge_and_unload()"
-        )
+        cure = "save the model of its merge_and_unload()"
+        raise ConfigError(f"the {type(model).__name__} or its memories are wrapped, as by peft; {cure}")
     tensors = {f"layers.{i}.self_attn.{BRANCH}.{n}": v for i, b in branches.items() for n, v in b.state_dict().items()}
     if any(hasattr(value, "placements") for value in tensors.values()):
         raise ConfigError("the graft is sharded over devices; write it with save_pretrained of accelerate or Trainer")

@@ -476,10 +476,8 @@ def manifest_text(version: int, **content: Any) -> str:
         digest = _digest(content)
         (Content if version == VERSION else ShardedContent).model_validate(json.loads(json.dumps(content)))
     except (ValueError, TypeError) as error:  # ConfigError among them
-        raise CheckpointError(
-            f"cannot write a checkpoint of step {content['step']!r}: {error}; its facts must be plain JSON with finite "
-            "numbers"
-        ) from None
+        cure = "its facts must be plain JSON with finite numbers"
+        raise CheckpointError(f"cannot write a checkpoint of step {content['step']!r}: {error}; {cure}") from None
     document = {"format": FORMAT, "version": version, "digest": digest, "content": content}
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
 

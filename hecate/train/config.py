@@ -232,11 +232,8 @@ class OptimConfig(Config):
         plain = isinstance(chosen, Mapping) and chosen.get("kind") == "adamw"
         for name in old:
             if not plain or name in chosen:
-                raise ConfigError(
-                    f"belongs to optimizer 'adamw', and optimizer is given; write "
-                    f"optim.optimizer.{name} if it is adamw, else leave it out",
-                    (name,),
-                )
+                cure = f"write optim.optimizer.{name} if it is adamw, else leave it out"
+                raise ConfigError(f"belongs to optimizer 'adamw', and optimizer is given; {cure}", (name,))
         AdamW(**old)  # so that an invalid value is reported where it was written
         rest = {name: value for name, value in data.items() if name not in OF_ADAMW}
         return {**rest, "optimizer": {**chosen, **old}}
@@ -366,33 +363,23 @@ class ExperimentConfig(Config):
         except DataError as error:
             raise ConfigError(str(error), ("data", "path")) from None
         if size is not None and size != needed:
-            yield (
-                ("model", "vocab_size"),
-                f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {size}; leave it out and it is "
-                "filled in",
-            )
+            wanted = f"the vocabulary of data {self.data.kind!r}, {needed}"
+            yield ("model", "vocab_size"), f"must equal {wanted}, got {size}; leave it out and it is filled in"
         with faults_at("model", "d_model"):
             check_shapes({"embedding": (needed, self.model.d_model)}, "lower d_model")
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
-            yield (
-                ("budget", "seq_len"),
-                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
-            )
+            fits = f"data {self.data.kind!r} has sequences of length {fixed}"
+            yield ("budget", "seq_len"), f"{fits}, got {asked}; leave it out"
         attention = self.model.attention
         if self.data.carries and attention is not None and attention.window is None and not attention.by_segment:
-            yield (
-                ("data", "state"),
-                "is 'carry', but model.attention.window is null: the keys of every token so far would be kept; give a "
-                "window, or write data.state=fresh",
-            )
+            grows = "model.attention.window is null: the keys of every token so far would be kept"
+            yield ("data", "state"), f"is 'carry', but {grows}; give a window, or write data.state=fresh"
         steps = self.budget.steps
         for pattern, period in self.optim.periods.items():
             if period > steps:
-                yield (
-                    ("optim", "periods", pattern),
-                    f"must be at most budget.steps, {steps}, got {period}: those parameters would never step",
-                )
+                late = f"must be at most budget.steps, {steps}, got {period}: those parameters would never step"
+                yield ("optim", "periods", pattern), late
 
     def asked_loggers(self) -> list[Asked]:
         """Every logger once, with the path of the setting that asks for it."""

@@ -170,10 +170,8 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise CheckpointError(f"{folder} already holds a run; continue it with --resume or choose another --out")
     metrics = folder / METRICS
     if not exists and ((folder / CHECKPOINTS).exists() or (metrics.is_file() and metrics.stat().st_size)):
-        raise CheckpointError(
-            f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; put that back and "
-            "--resume, or choose another --out"
-        )
+        cure = "put that back and --resume, or choose another --out"
+        raise CheckpointError(f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; {cure}")
 
 
 def open_run(folder: Path | str, which: str = "best") -> tuple[Trainer, int]:

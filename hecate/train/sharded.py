@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
 """Tensor, file, offset, shape and dtype of a block."""
+_SHARED = "give an --out on a disk that all machines share"
 
 
 class Team:
@@ -163,10 +164,7 @@ def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
 
         def check_folder() -> None:
             if not temporary.is_dir():
-                raise CheckpointError(
-                    f"cannot {what}: rank {team.rank} does not see the folder that rank 0 has made; give an --out on a "
-                    "disk that all machines share"
-                )
+                raise CheckpointError(f"cannot {what}: rank {team.rank} does not see the folder of rank 0; {_SHARED}")
 
         team.all(what, check_folder)
         _write_blocks(what, temporary, checkpoint.tensors, team)
@@ -221,10 +219,8 @@ def _write_manifest(checkpoint: Staged, folder: Path, parts: list[Any]) -> None:
     for name, described in files.items():
         # If the disk is not shared, this is where it is noticed at the latest, before anything is published.
         if not (folder / name).is_file() or (folder / name).stat().st_size != described["bytes"]:
-            raise CheckpointError(
-                f"cannot write checkpoint {folder}: rank 0 does not see {name} as another rank wrote it; give an --out "
-                "on a disk that all machines share"
-            )
+            unlike = f"rank 0 does not see {name} as another rank wrote it"
+            raise CheckpointError(f"cannot write checkpoint {folder}: {unlike}; {_SHARED}")
     tensors: dict[str, dict[str, Any]] = {
         name: {"dtype": named(t.dtype), "shape": list(t.shape), "pieces": []} for name, t in checkpoint.tensors.items()
     }
@@ -253,7 +249,7 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
 
     # On another machine the same path may be another folder.
     if len(set(team.all(f"read {path}", verify))) > 1:
-        raise CheckpointError(f"{path} is not the same on all ranks; give an --out on a disk that all machines share")
+        raise CheckpointError(f"{path} is not the same on all ranks; {_SHARED}")
     return read[0]
 
 

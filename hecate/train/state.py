@@ -111,11 +111,8 @@ def _check_rows(state: Any) -> None:
     count = next(iter(named.values())).shape[:1]
     for path, leaf in named.items():
         if not leaf.dim() or leaf.shape[:1] != count:
-            raise ConfigError(
-                f"is 'carry', but the model's state has {path!r} of shape {list(leaf.shape)}, which is not by rows of "
-                "the batch; write data.state=fresh",
-                ("data", "state"),
-            )
+            odd = f"{path!r} of shape {list(leaf.shape)}, which is not by rows of the batch"
+            raise ConfigError(f"is 'carry', but the model's state has {odd}; write data.state=fresh", ("data", "state"))
 
 
 class OptimizerFacts(Config):

@@ -178,10 +178,8 @@ def source_of(trained: Trained, path: Path | None) -> Source:
         return data.load()
     if isinstance(data, Tokens):
         if not ((path / SIDECAR).is_file() or path.suffix == ".bin" or any(path.glob("*.bin"))):
-            raise DataError(
-                f"{path} are no token shards, which this run was trained on; make some with: hecate data tokenize "
-                f"{path} --tokenizer TOKENIZER --out FOLDER"
-            )
+            cure = f"make some with: hecate data tokenize {path} --tokenizer TOKENIZER --out FOLDER"
+            raise DataError(f"{path} are no token shards, which this run was trained on; {cure}")
         digest = getattr(trained.tokenizer, "sha256", None)
         other = data.model_copy(update={"path": str(path), "validation": str(path), "tokenizer_file": None})
         theirs = other.tokenizer()

@@ -319,11 +319,8 @@ def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:
     parts."""
     parts = config.budget.accumulate
     if rows % parts:
-        raise ConfigError(
-            f"must divide the {rows} rows of budget.batch_size={config.budget.batch_size} that each process has, got "
-            f"{parts}",
-            ("budget", "accumulate"),
-        )
+        whole = f"the {rows} rows of budget.batch_size={config.budget.batch_size} that each process has"
+        raise ConfigError(f"must divide {whole}, got {parts}", ("budget", "accumulate"))
     kind = config.optim.optimizer
     if not kind.windowed and (parts > 1 or world.size > 1):
         raise ConfigError(
@@ -412,11 +409,8 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
     trained: dict[tuple[str, ...], tuple[OptimizerKind, Named]] = {("optim", "optimizer"): (kind, parameters)}
     if isinstance(kind, PartialKind):
         if not parameters:
-            raise ConfigError(
-                f"{kind.kind!r} trains {kind.about}, and this model has none; choose a kind for any parameter, such as "
-                "adamw",
-                ("optim", "optimizer"),
-            )
+            none = f"{kind.kind!r} trains {kind.about}, and this model has none"
+            raise ConfigError(f"{none}; choose a kind for any parameter, such as adamw", ("optim", "optimizer"))
         chosen = {name for name, _ in parameters}
         others = [(name, p) for name, p in named if name not in chosen]
         trained["optim", "optimizer", "fallback"] = kind.fallback, others

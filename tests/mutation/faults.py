@@ -743,7 +743,7 @@ FAULTS = [
         ("model", "layer.inert = True", "layer.inert = False"),
         ("model", "inputs.masked_fill(~written, 0)", "inputs"),
         ("model", "if past_key_values is not None:\n                raise", "if False:\n                raise"),
-        ("model", "x = x[:, -logits_to_keep:]", "x = x[:, -1:]"),
+        ("model", "slice(-logits_to_keep, None)", "slice(logits_to_keep)"),
     ),
     *_of(
         "hf",
