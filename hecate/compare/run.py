@@ -382,11 +382,8 @@ def _halve(
         best = {cell.label: min(_means(rows, cell).values()) for cell in cells}
         ranked = sorted(cells, key=lambda cell: best[cell.label])
         chosen = {cell.label for cell in ranked[: max(keep, math.ceil(len(cells) / 2))]}
-        notes += [
-            f"{cell.label}: left out after {shorter[cell.label]:,} steps, loss {best[cell.label]:.4f}"
-            for cell in ranked
-            if cell.label not in chosen
-        ]
+        left = [cell.label for cell in ranked if cell.label not in chosen]
+        notes += [f"{name}: left out after {shorter[name]:,} steps, loss {best[name]:.4f}" for name in left]
         cells = [cell for cell in cells if cell.label in chosen]
     return cells, tuned, notes
 

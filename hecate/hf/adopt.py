@@ -332,10 +332,8 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
             layers[name] = module, rule
     if not layers:
         said = "; ".join(f"{name}: {why}" for name, why in skipped.items())
-        raise ConfigError(
-            f"the {type(model).__name__} has no layer to adopt{f' ({said})' if said else ''}; transformers "
-            f"{transformers.__version__} has them in {', '.join(families())}"
-        )
+        cure = f"transformers {transformers.__version__} has them in {', '.join(families())}"
+        raise ConfigError(f"the {type(model).__name__} has no layer to adopt{f' ({said})' if said else ''}; {cure}")
     for name, (module, rule) in layers.items():
         _check_weights(name, module)
         _check_engine(module, rule, engine)

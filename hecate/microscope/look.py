@@ -199,9 +199,6 @@ def _goes_on(last: Call, call: Call) -> bool:
 def _join(run: list[ScanArguments]) -> ScanArguments:
     tokens = ([asked.q, asked.k, asked.v, *asked.gates] for asked in run)
     q, k, v, *gates = (torch.cat(x, 1) if isinstance(x[0], Tensor) else x[0] for x in zip(*tokens, strict=True))
-    masks: dict[str, Any] = {
-        name: joined_mask(run, name)
-        for name in ("write_mask", "reset_mask")
-        if any(getattr(asked, name) is not None for asked in run)
-    }
+    given = [name for name in ("write_mask", "reset_mask") if any(getattr(asked, name) is not None for asked in run)]
+    masks: dict[str, Any] = {name: joined_mask(run, name) for name in given}
     return run[0]._replace(q=q, k=k, v=v, gates=Gates(*gates), **masks)

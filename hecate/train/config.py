@@ -395,20 +395,13 @@ class ExperimentConfig(Config):
 
     def engines(self) -> dict[str, tuple[str, str]]:
         """The engine that runs each memory in training on this machine, and the reason, by the memory's path."""
-        return {
-            path: explain(
-                Plan.sketch(
-                    rule.config,
-                    length=min(self.seq_len, rule.window or self.seq_len),
-                    shape=(rule.d_value, rule.config.feature_map.output_dim(rule.d_key)),
-                    device=self.budget.device,
-                    dtype=rule.config.dtype,
-                ),
-                "fused" if self.budget.compile == "chunk" and rule.config.chunk > 1 else "auto",
-                others=True,
-            )
-            for path, rule in self.model.rules().items()
-        }
+        engines = {}
+        for path, (memory, d_key, d_value, window) in self.model.rules().items():
+            shape, length = (d_value, memory.feature_map.output_dim(d_key)), min(self.seq_len, window or self.seq_len)
+            plan = Plan.sketch(memory, length=length, shape=shape, device=self.budget.device, dtype=memory.dtype)
+            asked = "fused" if self.budget.compile == "chunk" and memory.chunk > 1 else "auto"
+            engines[path] = explain(plan, asked, others=True)
+        return engines
 
     def widened(self) -> dict[str, tuple[str, int, int]]:
         """Memories whose features differ in width from their keys, by path: the kind of map, width of features, width

@@ -133,13 +133,8 @@ class Progress:
             computing = tokens / max(self._now.computing - start.computing, 1e-9)
             whole = tokens / max(time.monotonic() - self._began - start.at, 1e-9)
             speed = [f"{computing:,.0f} tokens/s ({whole:,.0f} of the run)"]
-        parts = [
-            self._loss(),
-            f"{counted(self.tokens)} tokens",
-            *speed,
-            f"norm {grad_norm:.2g}",
-            readable(peak_memory(self._world.device)),
-        ]
+        memory = readable(peak_memory(self._world.device))
+        parts = [self._loss(), f"{counted(self.tokens)} tokens", *speed, f"norm {grad_norm:.2g}", memory]
         if self._flops is not None and start is not None:
             parts.append(f"MFU {computing * self._flops:.0%}")
         return "  ".join([*parts, f"ETA {duration(self.seconds_left())}"])

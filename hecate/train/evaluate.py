@@ -134,11 +134,8 @@ class Buckets:
     def positions(self) -> list[Positions]:
         """The mean of every bucket with labels."""
         spans = ((0, 0), *((1 << n, (2 << n) - 1) for n in range(63)))
-        return [
-            Positions(*span, float(total) / count, count)
-            for span, total, count in zip(spans, self._sums, self._counts.tolist(), strict=True)
-            if count
-        ]
+        buckets = zip(spans, self._sums.tolist(), self._counts.tolist(), strict=True)
+        return [Positions(*span, total / count, count) for span, total, count in buckets if count]
 
 
 def loss_by_position(

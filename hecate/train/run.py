@@ -197,11 +197,8 @@ def fresh_folder(name: str) -> Path:
 def latest_folder(source: str | None) -> Path:
     """The newest run folder of this experiment in runs/."""
     name = load_experiment(source or "quickstart").name
-    folders = [
-        path
-        for path in Path("runs").glob(f"{name}*")
-        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name)) and (path / CONFIG).exists()
-    ]
+    named = [path for path in Path("runs").glob(f"{name}*") if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name))]
+    folders = [path for path in named if (path / CONFIG).exists()]
     if not folders:
         raise CheckpointError(f"there is no run of {name!r} in runs/ to resume; give its folder: --out")
     return max(folders, key=lambda path: (path / CONFIG).stat().st_mtime_ns)

@@ -181,14 +181,11 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    # A replicated tensor is written once, by the lowest rank, which every rank knows.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _together(what, "choose another --out (earlier checkpoints are intact)"):
-        save(
-            dict(stored),
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            # A replicated tensor is written once, by the lowest rank, which every rank knows.
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            process_group=team.group,
-        )
+        save(dict(stored), storage_writer=writer, planner=planner, process_group=team.group)
 
 
 def _blocks(folder: Path, rank: int) -> dict[str, Any]:

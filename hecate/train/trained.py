@@ -277,10 +277,8 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 def _read_file(file: Path) -> dict[str, Tensor]:
     if file.suffix in (".pt", ".pth", ".bin", ".ckpt") or (file.parent / ".metadata").exists():
-        raise CheckpointError(
-            f"{file} is a pickle, which can run code when it is read; write its tensors with "
-            "safetensors.torch.save_file and name that file"
-        )
+        cure = "write its tensors with safetensors.torch.save_file and name that file"
+        raise CheckpointError(f"{file} is a pickle, which can run code when it is read; {cure}")
     if not file.is_file():
         raise CheckpointError(
             f"{file} is missing; name a run folder, a checkpoint folder or a safetensors file, such as {WEIGHTS}"

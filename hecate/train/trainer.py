@@ -99,13 +99,8 @@ class Trainer:
         self.world.agree({"config": config.model_dump(mode="json"), "data": facts})
         rows = self.world.rows(budget.batch_size)
         check_parts(config, self.world, len(rows))
-        self.loader = Loader(
-            self.source,
-            seed=config.seed,
-            batch_size=budget.batch_size,
-            seq_len=config.seq_len,
-            rows=None if self.world.batch_ranks == 1 else rows,
-        )
+        sizes = {"seed": config.seed, "batch_size": budget.batch_size, "seq_len": config.seq_len}
+        self.loader = Loader(self.source, rows=None if self.world.batch_ranks == 1 else rows, **sizes)
         self.context = context_of(config, self.world)
         self.own_model = model is not None  # the caller's model, which the config does not describe
         self.model, self._objective = lay_out(config, self.world, model, self.context)
