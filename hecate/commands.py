@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from hecate.errors import MESSAGE, ConfigError, install_line, printable, shorten
+from hecate.errors import MESSAGE, ConfigError, install_line, printable, retelling, shorten
 from hecate.processes import import_modules
 from hecate.terminal import afterwards, echo
 
@@ -330,8 +330,7 @@ def inspect_(
 
     Example: hecate data inspect tokens
     """
-    from hecate.data.shards import file_sha256, first_documents, hashes_of, read_sidecar
-    from hecate.errors import DataError
+    from hecate.data.shards import check_hash, first_documents, hashes_of, read_sidecar
 
     _table(folder)
     for number, (tokens, text) in enumerate(first_documents(folder, show), 1):
@@ -339,9 +338,7 @@ def inspect_(
     if hashes:
         wanted = hashes_of(folder, read_sidecar(folder))
         for path, digest in wanted.items():
-            if file_sha256(path) != digest:
-                cure = "put it back as it was written"
-                raise DataError(f"{path} is damaged: it has another SHA-256 than recorded; {cure}")
+            check_hash(path, digest)
         echo(f"all {len(wanted)} files are whole")
 
 
@@ -462,12 +459,10 @@ def serve(
     if memories and prefixes and memories.resolve() == prefixes.resolve():
         raise ConfigError(f"memories and prefixes are both {memories}: one deletes what the other keeps; name two")
     model, texts = _of_export(folder) if (folder / "config.json").is_file() else _of_run(folder, checkpoint)
-    mark = states.fingerprint(model)
-    how: dict[str, Any] = {"parked_dtype": parked_dtype}
-    room = prefix_mib << 20
-    shared: dict[str, Any] = {"model": mark, "exact": exact, **how}
+    kept: dict[str, Any] = {"model": states.fingerprint(model), "parked_dtype": parked_dtype}
+    room, shared = prefix_mib << 20, {**kept, "exact": exact}
     tree = PrefixCache.open(prefixes, room, **shared) if prefixes else PrefixCache(room, **shared)
-    store = None if memories is None else Memories(memories, mark, **how)
+    store = None if memories is None else Memories(memories, **kept)
     scheduler = Scheduler(model, max_batch=max_batch, max_queue=max_queue, prefixes=tree, memories=store, exact=exact)
     name = name or folder.resolve().name
     echo(f"{name} at http://{host}:{port}, {readable(scheduler.state_bytes)} a state" + ("" if key else "; no key"))
@@ -480,13 +475,10 @@ def serve(
 
 def _of_run(folder: Path, checkpoint: str) -> tuple[Any, Any]:
     """A run's language model and its texts."""
-    from hecate.models import LanguageModel
     from hecate.serve import Texts, plain_chat
     from hecate.train.trained import open_model, reads_text
 
     trained = open_model(folder, checkpoint)
-    if not isinstance(trained.model, LanguageModel):
-        raise ConfigError(f"{folder} has trained a {type(trained.model).__name__}; language models alone are served")
     tokenizer = reads_text(trained, str(folder))
     return trained.model, Texts(lambda text: tokenizer.encode([text])[0].tolist(), tokenizer.decode, plain_chat)
 
@@ -500,10 +492,8 @@ def _of_export(folder: Path) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from hecate.hf import HecateForCausalLM
-    try:
+    with retelling(ConfigError, f"{folder} is no model with a tokenizer"):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no model with a tokenizer: {error}") from None
     if not isinstance(model, HecateForCausalLM):
         raise ConfigError(f"{folder} has a {type(model).__name__}; models of hecate alone are served")
 

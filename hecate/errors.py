@@ -96,6 +96,15 @@ def faults_at(*path: str | int) -> Iterator[None]:
         raise type(error)(Problem(item.path or path, item.message) for item in error.problems) from None
 
 
+@contextmanager
+def retelling(kind: type[HecateError], lead: str, then: str = "") -> Iterator[None]:
+    """Turns what hecate, a library or the system refuses into an error of this kind: "LEAD: reason; THEN"."""
+    try:
+        yield
+    except (HecateError, OSError, ValueError) as error:
+        raise kind(f"{lead}: {getattr(error, 'line', error)}" + (f"; {then}" if then else "")) from None
+
+
 class ArgumentError(HecateError, TypeError):
     """A keyword argument that a function or class does not take."""
 

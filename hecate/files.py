@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from hecate.errors import CheckpointError, DataError, FileSystemWarning, HecateError, shorten
 
@@ -54,12 +55,18 @@ def read_file(path: Path, most: int) -> bytes:
     Raises OSError; ValueError for an impossible path.
     """
     refuse_pipe(path)
-    pieces: list[bytes] = []
     with path.open("rb") as file:
-        each = max(1 << 20, path.stat().st_size + 1)  # usually one piece; some files report a wrong size, such as 0
-        while most > 0 and (piece := file.read(min(most, each))):
-            pieces.append(piece)
-            most -= len(piece)
+        # Usually one piece; some files report a wrong size, such as 0.
+        return read_most(file, most, max(1 << 20, path.stat().st_size + 1))
+
+
+def read_most(file: BinaryIO, most: int, each: int = 1 << 20) -> bytes:
+    """The first bytes of a file, at most `most`; memory grows by `each` as they are read, while `file.read` would
+    reserve `most`."""
+    pieces: list[bytes] = []
+    while most > 0 and (piece := file.read(min(most, each))):
+        pieces.append(piece)
+        most -= len(piece)
     return b"".join(pieces)
 
 

@@ -25,7 +25,7 @@ from hecate import states
 from hecate.algorithm import GD
 from hecate.checks import expect_choice
 from hecate.engine import Call, as_loop, scan_answers, scan_arguments, to_tokens
-from hecate.errors import ConfigError, HecateError, install_line
+from hecate.errors import ConfigError, HecateError, install_line, retelling
 from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.models import LanguageModel, LinearTransformer
 from hecate.nn.memory import rule_repr
@@ -87,15 +87,11 @@ def export_folder(folder: Path | str, out: Path | str, which: str = "best", dtyp
     if (folder / "config.json").is_file():
         from hecate.hf import HecateForCausalLM
 
-        try:
-            model: nn.Module = HecateForCausalLM.from_pretrained(folder).model.lm
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder} is no model of hecate: {error}") from None
+        with retelling(ConfigError, f"{folder} is no model of hecate"):
+            model: LanguageModel = HecateForCausalLM.from_pretrained(folder).model.lm
         home: Path | None = folder
     else:
         model, home = open_model(folder, which, "cpu").model, home_of(folder)
-    if not isinstance(model, LanguageModel):
-        raise ConfigError(f"{folder} has trained a {type(model).__name__}; language models alone are exported")
     names = ("config.yaml", "config.json", "tokenizer.json")
     beside = [home / name for name in names if (home / name).is_file()] if home else ()
     return export_onnx(model, out, beside, dtype)

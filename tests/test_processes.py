@@ -254,9 +254,9 @@ def test_a_tokenizer_is_tried_once_and_may_lack_letters(tmp_path, monkeypatch):
     again = FileTokenizer(text, "t.json")
     with pytest.raises(DataError, match=r"t.json .* \(WordLevel error: Missing \[UNK\] token"):
         again.encode(["b"])
-    monkeypatch.setattr("hecate.data.tokenizer.MOST_BYTES", 10)
-    (tmp_path / "t.json").write_text(text)
-    with pytest.raises(DataError, match="has more than 10 bytes; is it really a tokenizer.json"):
+    monkeypatch.setattr("hecate.data.tokenizer.MOST_BYTES", 1 << 20)
+    (tmp_path / "t.json").write_text(text + " " * (1 << 20))
+    with pytest.raises(DataError, match="it has more than 1 MiB; give a tokenizer.json, or bytes"):
         open_tokenizer(tmp_path / "t.json")
 
 

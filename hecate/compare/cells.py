@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hecate.checks import expect_number
 from hecate.data import Task
-from hecate.errors import ConfigError, HecateError, Problem, shorten
+from hecate.errors import ConfigError, HecateError, Problem, retelling, shorten
 from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import check_memory, flops_of
@@ -88,10 +88,8 @@ class Cell:
         tree["seed"], tree["budget"]["steps"] = seed, steps
         if lr is not None:
             tree["optim"]["lr"] = lr
-        try:
+        with retelling(ConfigError, f"cell {shorten(self.label)}"):
             return ExperimentConfig.model_validate(tree)
-        except HecateError as error:
-            raise ConfigError(f"cell {shorten(self.label)}: {error.line}") from None
 
     @property
     def folder(self) -> str:

@@ -233,10 +233,8 @@ class _Work:
 
 def _check_result(record: Any) -> Row:
     """The result of a run, validated. Raises ValueError, KeyError or TypeError."""
-    numbers = ["steps_per_second"] if "steps_per_second" in record else []
-    if not numbers and record["status"] != "diverged":
-        numbers = ["loss", "seconds"]
-    for name in numbers:
+    measured = "steps_per_second" in record
+    for name in ["steps_per_second"] if measured else [] if record["status"] == "diverged" else ["loss", "seconds"]:
         if type(record[name]) not in (int, float):
             raise ValueError(f"{name} is no number: {shorten(record[name])}")
     return dict(record)
@@ -384,11 +382,8 @@ def _halve(
         best = {cell.label: min(_means(rows, cell).values()) for cell in cells}
         ranked = sorted(cells, key=lambda cell: best[cell.label])
         chosen = {cell.label for cell in ranked[: max(keep, math.ceil(len(cells) / 2))]}
-        notes += [
-            f"{cell.label}: left out after {shorter[cell.label]:,} steps, loss {best[cell.label]:.4f}"
-            for cell in ranked
-            if cell.label not in chosen
-        ]
+        left = [cell.label for cell in ranked if cell.label not in chosen]
+        notes += [f"{name}: left out after {shorter[name]:,} steps, loss {best[name]:.4f}" for name in left]
         cells = [cell for cell in cells if cell.label in chosen]
     return cells, tuned, notes
 

@@ -155,11 +155,13 @@ def pairs(losses: Mapping[str, Sequence[float]], level: float = 0.95) -> list[Pa
     ps = [paired(gap) for gap in gaps]
     verdicts = []
     for (one, two), gap, p, adjusted in zip(names, gaps, ps, holm(ps), strict=True):
-        verdict: Verdict = "cannot tell"
-        if adjusted < 1 - level:
-            verdict = "better" if statistics.fmean(gap) < 0 else "worse"
+        verdict = _verdict(statistics.fmean(gap), adjusted, level)
         verdicts.append(Pair(one, two, interval(gap, level), p, adjusted, verdict))
     return verdicts
+
+
+def _verdict(gap: float, p: float, level: float) -> Verdict:
+    return ("better" if gap < 0 else "worse") if p < 1 - level else "cannot tell"
 
 
 def pooled(values: Mapping[str, Sequence[float]]) -> tuple[float, int]:
@@ -195,6 +197,6 @@ def against(values: Mapping[str, Sequence[float]], reference: str, level: float 
         error = deviation * math.sqrt(2 / len(values[reference]))
         t = gap / error if error else math.copysign(math.inf, gap) if gap else 0.0
         p, adjusted = (tail(t, freedom), dunnett(t, len(others), freedom)) if math.isfinite(t) else (0.0, 0.0)
-        verdict: Verdict = ("better" if gap < 0 else "worse") if adjusted < 1 - level else "cannot tell"
-        verdicts.append(Pair(name, reference, Interval(gap, reach * error), p, adjusted, verdict))
+        difference, verdict = Interval(gap, reach * error), _verdict(gap, adjusted, level)
+        verdicts.append(Pair(name, reference, difference, p, adjusted, verdict))
     return verdicts

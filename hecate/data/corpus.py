@@ -9,13 +9,14 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from glob import glob
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from hecate.data.tokenizer import library
 from hecate.errors import DataError, shorten
-from hecate.files import reading
+from hecate.files import read_most, reading
 
 TEXT, LINES, TABLE = (".txt", ".md", ".rst", ".py", ".text"), (".jsonl", ".ndjson"), (".parquet",)
 PACKED = (".gz", ".zst")
@@ -66,11 +67,8 @@ def files_of(text: str, wanted: Callable[[Path], bool]) -> list[Path]:
         return [p for p in path.rglob("*") if p.is_file() and wanted(p)]
     if path.is_file():
         return [path]
-    if not GLOB & set(text):
-        return []
-    anchor = Path(path.anchor) if path.anchor else Path()
-    pattern = str(path.relative_to(path.anchor)) if path.anchor else text
-    return [p for p in anchor.glob(pattern) if p.is_file()]
+    paths = map(Path, glob(text, recursive=True, include_hidden=True))  # noqa: PTH207 - which takes no absolute ones
+    return [p for p in paths if p.is_file()]
 
 
 def _suffix(path: Path) -> str:
@@ -122,10 +120,10 @@ def _open_file(path: Path) -> Iterator[BinaryIO]:
 def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) -> Iterator[str]:
     whole = limits.document, f"{path} has a document", "part it with --separator", "--max-document"
     if separator is None and limits.cut is not None:
-        yield codecs.getincrementaldecoder("utf-8")().decode(_read_most(file, limits.cut))  # without half a character
+        yield codecs.getincrementaldecoder("utf-8")().decode(read_most(file, limits.cut))  # without half a character
         return
     if separator is None:
-        text = _read_most(file, limits.document + 1)
+        text = read_most(file, limits.document + 1)
         _check_size(len(text), *whole)
         yield text.decode()
         return
@@ -140,14 +138,6 @@ def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) ->
         size += len(line)
         _check_size(size, *whole)
     yield b"".join(lines).decode()
-
-
-def _read_most(file: BinaryIO, most: int) -> bytearray:
-    """The first bytes of a file, at most `most`; memory grows as they are read, while `read` would reserve `most`."""
-    content = bytearray()
-    while len(content) < most and (piece := file.read(min(most - len(content), 1 << 20))):
-        content += piece
-    return content
 
 
 def _check_size(size: int, most: int, what: str, cure: str, option: str) -> None:
@@ -231,10 +221,8 @@ def _check_column(path: Path, schema: Any, field: str, types: Any) -> None:
     kind = schema.field(field).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise DataError(
-            f"{path} has {shorten(str(kind))} in column {shorten(field)}, where texts must stand; name the column of "
-            "texts with --field"
-        )
+        cure = "name the column of texts with --field"
+        raise DataError(f"{path} has {shorten(str(kind))} in column {shorten(field)}, where texts must stand; {cure}")
 
 
 def _largest(path: Path, file: BinaryIO, group: Any, field: str, limits: Limits) -> int:

@@ -23,8 +23,8 @@ from pydantic import Field
 from hecate.checks import Count
 from hecate.data.base import Split
 from hecate.data.tokenizer import MOST, MOST_BYTES, Bytes, FileTokenizer, Tokenizer
-from hecate.errors import ConfigError, DataError
-from hecate.files import read_file, reading, refuse_pipe
+from hecate.errors import ConfigError, DataError, retelling
+from hecate.files import read_file, read_whole, reading, refuse_pipe
 from hecate.variant import Config, read_json
 
 FORMAT, VERSION = "hecate-tokens", 1
@@ -91,9 +91,7 @@ def read_sidecar(folder: Path) -> Sidecar:
     """The sidecar of a folder; `DataError` says why it is missing or cannot be used."""
     path = folder / SIDECAR
     with reading(path, "make the folder with `hecate data tokenize`"):
-        text = read_file(path, _MOST_BYTES + 1)
-    if len(text) > _MOST_BYTES:
-        raise DataError(f"{path} has more than {_MOST_BYTES >> 20} MiB, which no sidecar has; is it one?")
+        text = read_whole(path, _MOST_BYTES)
     try:
         document = read_json(text, strict=True)
     except ConfigError:
@@ -105,10 +103,8 @@ def read_sidecar(folder: Path) -> Sidecar:
         raise DataError(f"{path} has version {version!r}, this hecate reads up to {VERSION}: upgrade hecate")
     if not isinstance(content, dict) or document.get("digest") != digest_of(content):
         raise DataError(f"{path} is damaged: its digest does not match; put the folder back as it was written")
-    try:
+    with retelling(DataError, f"{path} is not valid"):
         return Sidecar.model_validate(content)
-    except ConfigError as error:
-        raise DataError(f"{path} is not valid: {error.line}") from None
 
 
 def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:
@@ -117,7 +113,7 @@ def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:
     if sidecar.tokenizer is None:
         return Bytes()
     with reading(path):
-        text = read_file(path, MOST_BYTES).decode()
+        text = read_whole(path, MOST_BYTES).decode()
     if hashlib.sha256(text.encode()).hexdigest() != sidecar.tokenizer:
         raise DataError(f"{path} is not the tokenizer that the shards beside it were made with; put that back")
     return FileTokenizer(text, str(path))
@@ -137,8 +133,7 @@ class TokenFile(NamedTuple):
 
     def check(self) -> None:
         """Refuses files that are missing, or not of the size that they must have. [DATA-SHARD-D2]"""
-        width = np.dtype(self.dtype).itemsize
-        _check_size(self.path, self.begin + width * self.tokens)
+        _check_size(self.path, self.begin + np.dtype(self.dtype).itemsize * self.tokens)
         if self.starts is not None:
             _check_size(self.starts, 8 * self.documents)
 
@@ -266,8 +261,7 @@ class TokenStream:
             raise DataError(f"nothing says where documents start in {file.path}")
         # Verified before the first use, as starts decide where memories are reset; the file is small.
         if file.starts_sha256 is not None and path not in self._checked:
-            if file_sha256(path) != file.starts_sha256:
-                raise DataError(f"{path} is damaged: its SHA-256 is not what its folder says; put it back")
+            check_hash(path, file.starts_sha256)
             self._checked.add(path)
         return np.frombuffer(self._read_bytes(path, 8 * first, 8 * max(last - first, 0)), dtype="<u8").astype(np.int64)
 
@@ -296,6 +290,12 @@ def file_sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_hash(path: Path, recorded: str) -> None:
+    """Refuses a file with another SHA-256 than recorded."""
+    if file_sha256(path) != recorded:
+        raise DataError(f"{path} is damaged: it has another SHA-256 than recorded; put it back as it was written")
+
+
 def hashes_of(folder: Path, sidecar: Sidecar) -> dict[Path, str]:
     """Expected SHA-256 of every file of a folder, by path."""
     shards = (*sidecar.train, *sidecar.validation)
@@ -313,10 +313,8 @@ def lengths_of(folder: Path, sidecar: Sidecar) -> NDArray[np.int64] | None:
         return None
     path = folder / LENGTHS
     _check_size(path, 4 * sidecar.vocabulary)
-    raw = path.read_bytes()
-    if hashlib.sha256(raw).hexdigest() != sidecar.lengths:
-        raise DataError(f"{path} is damaged: it has another SHA-256 than recorded; put it back as it was written")
-    return np.frombuffer(raw, dtype="<u4").astype(np.int64)
+    check_hash(path, sidecar.lengths)
+    return np.fromfile(path, dtype="<u4").astype(np.int64)
 
 
 def first_documents(folder: Path, count: int, most: int = 200) -> list[tuple[int, str]]:

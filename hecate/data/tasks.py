@@ -79,17 +79,11 @@ class MQAR(Task):
         if self.seq_len % 2:
             yield ("seq_len",), f"must be even, pairs and query slots are two tokens, got {self.seq_len}"
         if 4 * self.num_pairs > self.seq_len:
-            yield (
-                ("num_pairs",),
-                f"num_pairs={self.num_pairs} needs seq_len >= {4 * self.num_pairs} (two tokens per pair and two per "
-                f"query), got seq_len={self.seq_len}",
-            )
+            needed = f"seq_len >= {4 * self.num_pairs} (two tokens per pair and two per query)"
+            yield ("num_pairs",), f"num_pairs={self.num_pairs} needs {needed}, got seq_len={self.seq_len}"
         if self.num_pairs > self.vocab_size // 2 - 1:
-            yield (
-                ("num_pairs",),
-                f"num_pairs={self.num_pairs} distinct keys need vocab_size >= {2 * self.num_pairs + 2}, got "
-                f"vocab_size={self.vocab_size}",
-            )
+            needed = f"vocab_size >= {2 * self.num_pairs + 2}, got vocab_size={self.vocab_size}"
+            yield ("num_pairs",), f"num_pairs={self.num_pairs} distinct keys need {needed}"
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         pairs, half = self.num_pairs, self.vocab_size // 2
@@ -346,11 +340,8 @@ class MADNoisyRecall(Task):
 
     def conflicts(self) -> Conflicts:
         if self.vocab_size - self.noise_vocab < 4:
-            yield (
-                ("noise_vocab",),
-                f"noise_vocab={self.noise_vocab} leaves {self.vocab_size - self.noise_vocab} of "
-                f"vocab_size={self.vocab_size} for keys and values, which need 4 at least",
-            )
+            left = f"{self.vocab_size - self.noise_vocab} of vocab_size={self.vocab_size} for keys and values"
+            yield ("noise_vocab",), f"noise_vocab={self.noise_vocab} leaves {left}, which need 4 at least"
         yield from _check_even(self.seq_len)
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
@@ -391,17 +382,11 @@ class MADFuzzyRecall(Task):
         keys = (self.vocab_size - 1) // 2
         for name, size, ids in (("key", self.key_size, keys), ("value", self.value_size, self.vocab_size - 1 - keys)):
             if size > ids:
-                yield (
-                    (f"{name}_size",),
-                    f"{name}_size={size} different tokens cannot be drawn from the {ids} of vocab_size="
-                    f"{self.vocab_size} that {name}s have",
-                )
-        if self.seq_len < 2 * (self.key_size + self.value_size):
-            yield (
-                ("seq_len",),
-                f"must be at least {2 * (self.key_size + self.value_size)}, a pair of key_size={self.key_size} and "
-                f"value_size={self.value_size} twice, got {self.seq_len}",
-            )
+                known = f"the {ids} of vocab_size={self.vocab_size} that {name}s have"
+                yield (f"{name}_size",), f"{name}_size={size} different tokens cannot be drawn from {known}"
+        if self.seq_len < (least := 2 * (self.key_size + self.value_size)):
+            pairs = f"a pair of key_size={self.key_size} and value_size={self.value_size} twice"
+            yield ("seq_len",), f"must be at least {least}, {pairs}, got {self.seq_len}"
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         tokens = np.full((rows, self.seq_len), self.vocab_size - 1, dtype=np.int64)

@@ -146,10 +146,8 @@ class Bundled(_OfBytes):
         for package in self.packages:
             documents |= _package_files(package)
         if not documents:
-            raise DataError(
-                "this Python ships neither pydoc_data.topics nor standard library sources; give text of your own with "
-                "--set data.kind=text --set 'data.paths=[FILE_OR_FOLDER]'"
-            )
+            cure = "give text of your own with --set data.kind=text --set 'data.paths=[FILE_OR_FOLDER]'"
+            raise DataError(f"this Python ships neither pydoc_data.topics nor standard library sources; {cure}")
         chosen, room = [], self.max_bytes
         for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
             if room <= 0:

@@ -117,8 +117,7 @@ def tokenize(
             parts = finished_parts(out, progress, len(files))
             source = _batches(files, job, parts[-1] if parts else None, limits)
             with _encoders(encoder, out, validation, workers) as encode:
-                for part in _parts(out, encoder, encode(source), len(parts), shard_tokens, progress, len(files)):
-                    parts.append(part)
+                parts.extend(_parts(out, encoder, encode(source), len(parts), shard_tokens, progress, len(files)))
             sidecar = _sidecar(out, encoder, parts)
             write_file(out / SIDECAR, sidecar.text())
             empty = [shard for part in parts for shard in part.shards if not shard.tokens]
@@ -130,10 +129,8 @@ def tokenize(
             f"cannot write {out}: {error.strerror or error}; {cure(error) or 'mend that'}, and the same command goes on"
         ) from None
     except BrokenProcessPool:
-        raise DataError(
-            "a worker ended before its time, maybe for want of memory; the same command goes on, with fewer --workers "
-            "if need be"
-        ) from None
+        remedy = "the same command goes on, with fewer --workers if need be"
+        raise DataError(f"a worker ended before its time, maybe for want of memory; {remedy}") from None
     return sidecar
 
 

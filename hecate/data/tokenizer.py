@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.errors import DataError, install_line, printable, shorten
-from hecate.files import read_file, reading
+from hecate.files import read_whole, reading
 from hecate.processes import interpreter
 
 BYTES = 256
@@ -68,10 +68,8 @@ def raw(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"the text {shorten(text)} is not UTF-8 at character {error.start}; give it in UTF-8, which the terminal's "
-            "locale has to be, too"
-        ) from None
+        cure = "give it in UTF-8, which the terminal's locale has to be, too"
+        raise DataError(f"the text {shorten(text)} is not UTF-8 at character {error.start}; {cure}") from None
 
 
 class Bytes(Tokenizer):
@@ -235,13 +233,7 @@ def open_tokenizer(source: str | Path, *, tried: bool = False) -> Tokenizer:
         return Bytes()
     path = Path(source)
     with reading(f"tokenizer {path}", "give a tokenizer.json, or bytes"):
-        content = read_file(path, MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise DataError(f"tokenizer {path} has more than {MOST_BYTES:,} bytes; is it really a tokenizer.json?")
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is no tokenizer: it is not text; give a tokenizer.json, or bytes") from None
+        text = read_whole(path, MOST_BYTES).decode()
     return FileTokenizer(text, str(path), tried=tried)
 
 

@@ -212,10 +212,8 @@ def _open_split(path: Path, wanted: Split) -> Opened:
     if one:
         named[wanted] = [path]
     if not named[wanted]:
-        raise DataError(
-            f"no .bin file in {path} has {'train' if wanted == 'train' else 'val'} in its name; name one file, or "
-            "rename them"
-        )
+        cure = "name one file, or rename them"
+        raise DataError(f"no .bin file in {path} has {'train' if wanted == 'train' else 'val'} in its name; {cure}")
     files = {split: [nanogpt_file(p) for p in named[split]] for split in get_args(Split)}
     return Opened(files, _print_of([*files["train"], *files["validation"]]))
 
@@ -247,10 +245,8 @@ class TokenSource(WindowSource):
                 cut = whole.next_start(cut) or cut  # no document is in both
             whole, tail = whole.part(0, max(cut, 0)), whole.part(max(cut, 0), len(whole))
         elif not len(tail):
-            raise DataError(
-                f"{config.path} has no validation tokens; hold out some of the training tokens with "
-                "data.validation=0.01, or name a folder there"
-            )
+            cure = "hold out some of the training tokens with data.validation=0.01, or name a folder there"
+            raise DataError(f"{config.path} has no validation tokens; {cure}")
         if config.documents != "ignore" and not (whole.has_starts and tail.has_starts):
             raise DataError(
                 f"data.documents is {config.documents!r}, but nothing says where documents start in {config.path}; "

@@ -159,8 +159,6 @@ def affine_scan(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
         return _combine(ranks, scan)
     floor, gates = scan.gates.floor, scan.gates._replace(floor=None)
     normalizer = scan.state.normalizer
-    if normalizer is None:
-        raise RuntimeError("a memory with a normaliser starts with one")
     memory, counting = _split_normalizer(config)
     plain = scan._replace(config=memory, gates=gates, state=scan.state._replace(normalizer=None))
     y, state = _combine(ranks, plain)
@@ -181,12 +179,8 @@ def _combine(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
     config, forms = scan.config, scan.config.forms
     # Gates alone give A for steps M' = retain M + D whose direction is that of gd or momentum.
     gated = forms.target and forms.plain and forms.algorithm is not None
-    if config.structure.diagonal:
-        piece = _diagonal_piece(scan)
-    elif gated:
-        piece = _gated_piece(scan)
-    else:
-        piece = _matrix_piece(scan)
+    compute = _diagonal_piece if config.structure.diagonal else _gated_piece if gated else _matrix_piece
+    piece = compute(scan)
     sent = [*piece.ends, *(move for row in piece.moves for move in row)]
     sent += [] if piece.rows is None else [piece.rows]
     every = gather(torch.cat([item.flatten() for item in sent]), ranks)
@@ -217,12 +211,8 @@ def _matrix_piece(scan: Scan) -> Piece:
     count, (width, phi) = len(states), start.shape[-2:]
     wide = pad(v, (0, count * phi))
     restart = pad(start, (0, 0, 0, count * phi))
-    blocks = []
-    for index in range(count):
-        block = torch.zeros_like(restart)
-        at = width + index * phi
-        block[..., at : at + phi, :] = torch.eye(phi, dtype=start.dtype, device=start.device)
-        blocks.append(block)
+    unit = torch.eye(phi, dtype=start.dtype, device=start.device)
+    blocks = [pad(unit, (0, 0, width + n * phi, (count - 1 - n) * phi)).expand_as(restart) for n in range(count)]
     retain_value = scan.gates.retain_value
     row_retain = None if retain_value is None else pad(retain_value, (0, count * phi), value=1.0)
     y, ends = scan.of(wide, blocks, restart, row_retain)

@@ -116,9 +116,8 @@ def shard(model: nn.Module, world: World, *, low: bool) -> None:
     if world.mesh is None:
         raise ConfigError("a model is sharded over the processes of a mesh, and there is one; start it under torchrun")
     mesh = world.mesh["replicate", "data"] if world.extent("replicate") > 1 else world.mesh["data"]
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if low:
-        policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    dtypes = {"param_dtype": LOW, "reduce_dtype": torch.float32} if low else {}
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False, **dtypes)
     for part in (*getattr(model, "blocks", ()), model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     # Logits are a view of a product of matrices, and nothing here changes them in place.

@@ -81,11 +81,8 @@ def each_of(batch_size: int, processes: int) -> int:
     """Rows of a batch for each process that shares it."""
     each, remainder = divmod(batch_size, processes)
     if remainder:
-        raise ConfigError(
-            f"must be a multiple of the {processes} processes that share it (parallel.replicate x parallel.data), got "
-            f"{batch_size}",
-            ("budget", "batch_size"),
-        )
+        those = f"the {processes} processes that share it (parallel.replicate x parallel.data)"
+        raise ConfigError(f"must be a multiple of {those}, got {batch_size}", ("budget", "batch_size"))
     return each
 
 
@@ -282,8 +279,7 @@ class World:
 
 def _error_of(kind: str, text: str) -> HecateError:
     """An error of another rank."""
-    error: HecateError = getattr(errors, kind, HecateError)(text)
-    return error
+    return getattr(errors, kind, HecateError)(text)
 
 
 def _out() -> str:
@@ -331,11 +327,9 @@ def _card(local_rank: int) -> torch.device:
     if not devices:
         raise ConfigError("is 'cuda', but no CUDA device is available", ("budget", "device"))
     if local_rank >= devices:
-        raise ConfigError(
-            f"is 'cuda', and this machine has {devices} CUDA devices for more processes than that; start as many as it "
-            f"has (torchrun --nproc-per-node {devices})",
-            ("budget", "device"),
-        )
+        few = f"is 'cuda', and this machine has {devices} CUDA devices for more processes than that"
+        cure = f"start as many as it has (torchrun --nproc-per-node {devices})"
+        raise ConfigError(f"{few}; {cure}", ("budget", "device"))
     return torch.device("cuda", local_rank)
 
 

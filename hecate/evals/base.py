@@ -114,10 +114,8 @@ class Reader:
         step = self._piece or tokens.shape[1]
         most = int(tokens.max())
         if self._vocabulary is not None and most >= self._vocabulary:
-            raise ConfigError(
-                f"the task has token {most}, and the model knows {self._vocabulary} ids; take the tokenizer it was "
-                "trained with, or a task it was trained on"
-            )
+            cure = "take the tokenizer it was trained with, or a task it was trained on"
+            raise ConfigError(f"the task has token {most}, and the model knows {self._vocabulary} ids; {cure}")
         state: Any = None
         for first in range(0, tokens.shape[1], step):
             part = tokens[:, first : first + step].to(self._device)

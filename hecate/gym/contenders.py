@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from torch import Generator, Tensor, nn
 
 from hecate.engine import memory_scan
-from hecate.errors import ConfigError, not_known, shorten
+from hecate.errors import ConfigError, not_known, retelling, shorten
 from hecate.nn import Memory as Layer
 from hecate.processes import import_modules
 from hecate.rule import RULES, MemoryConfig
@@ -171,14 +171,12 @@ def of_rules(
 
 def _config(text: str) -> MemoryConfig:
     """The config for the name of a rule, YAML, or a YAML file."""
-    try:
+    with retelling(ConfigError, f"contender {shorten(text)}"):
         if text.endswith((".yaml", ".yml")):
             source: Any = read_yaml(Path(text)).value
         else:
             source = parse_value(text, "contender")[0] if text.startswith("{") else text
         return MemoryConfig.model_validate(source)
-    except ConfigError as error:
-        raise ConfigError(f"contender {shorten(text)}: {error.line}") from None
 
 
 def _layer(config: MemoryConfig, width: int, generator: Generator) -> nn.Module:

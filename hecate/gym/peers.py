@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import math
+import runpy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -226,11 +226,7 @@ def _package(name: str, extra: str) -> dict[str, Any]:
 def _fla() -> Kernel:
     """fla-core's plain torch reference, imported from its file: importing the package would import triton."""
     path = importlib.metadata.distribution("fla-core").locate_file("fla/ops/gated_delta_rule/naive.py")
-    spec = importlib.util.spec_from_file_location("fla_gated_delta_rule_naive", str(path))
-    module: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    kernel: Kernel = module.naive_recurrent_gated_delta_rule
-    return kernel
+    return runpy.run_path(str(path))["naive_recurrent_gated_delta_rule"]
 
 
 @cache
@@ -238,8 +234,7 @@ def _qwen3_next() -> Kernel:
     """The gated delta rule of transformers' Qwen3-Next layers on a CPU, in chunks of 64."""
     module: Any = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     outer = module.torch_chunk_gated_delta_rule
-    kernel: Kernel = getattr(outer, "__wrapped__", outer)  # the wrapper would use a package's GPU kernels
-    return kernel
+    return getattr(outer, "__wrapped__", outer)  # the wrapper would use a package's GPU kernels
 
 
 def _peer(

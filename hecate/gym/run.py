@@ -269,19 +269,15 @@ def run(
     """
     reported, (tuning,) = seeds_of(min(seeds, 2) if quick else seeds, 1)
     chosen = [_task(task) for task in wanted or tasks()]
-    kinds = [task.kind for task in chosen]
-    for kind in kinds:
-        if kinds.count(kind) > 1:
-            raise ConfigError(f"task {shorten(kind)} is named twice; name it once, or call run for each")
     chosen = [task.quick() for task in chosen] if quick else chosen
     known = contenders()
     fighters = [contender_of(name, known) for name in given or known]
     if quick and not given:  # importing them takes as long as running all others
         fighters = [fighter for fighter in fighters if "package" not in fighter.facts]
     names = [fighter.name for fighter in fighters]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"contender {shorten(name)} is named twice; name it once")
+    for what, listed in (("task", [task.kind for task in chosen]), ("contender", names)):
+        if twice := [name for name in listed if listed.count(name) > 1]:
+            raise ConfigError(f"{what} {shorten(twice[0])} is named twice; name it once, or call run for each")
     base = reference or ("gated_delta" if "gated_delta" in names else names[0])
     if base not in names:
         raise ConfigError(f"--reference {shorten(base)} is no contender here{not_known(base, names)}")

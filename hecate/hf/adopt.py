@@ -288,10 +288,8 @@ class Adoption(NamedTuple):
     leaks: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = []
-        for rule in dict.fromkeys(self.adopted.values()):
-            names = [name for name, kind in self.adopted.items() if kind == rule]
-            lines.append(layers_run(names, rule))
+        of_rule = {rule: [n for n, kind in self.adopted.items() if kind == rule] for rule in self.adopted.values()}
+        lines = [layers_run(names, rule) for rule, names in of_rule.items()]
         lines += [f"left as it is: {name} ({why})" for name, why in self.left.items()]
         return "\n".join(lines + [f"packed rows: {leak}" for leak in self.leaks])
 
@@ -334,10 +332,8 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
             layers[name] = module, rule
     if not layers:
         said = "; ".join(f"{name}: {why}" for name, why in skipped.items())
-        raise ConfigError(
-            f"the {type(model).__name__} has no layer to adopt{f' ({said})' if said else ''}; transformers "
-            f"{transformers.__version__} has them in {', '.join(families())}"
-        )
+        cure = f"transformers {transformers.__version__} has them in {', '.join(families())}"
+        raise ConfigError(f"the {type(model).__name__} has no layer to adopt{f' ({said})' if said else ''}; {cure}")
     for name, (module, rule) in layers.items():
         _check_weights(name, module)
         _check_engine(module, rule, engine)

@@ -137,8 +137,7 @@ def _remembering(kind: type) -> type:
 def remembering(layer: Any) -> Any:
     """The cache layer, after changing its class to one that holds the states of memories, too."""
     if not isinstance(layer, Remembering):
-        kind: Any = type(layer)
-        layer.__class__ = _remembering(kind)
+        layer.__class__ = _remembering(layer.__class__)
     return layer
 
 
@@ -270,10 +269,8 @@ def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) ->
     count = 0 if past is None else past.seen
     if mask.dim() != 2 or mask.shape[1] not in (length, count + length):
         shapes = f"[B, {length}]" + (f" or [B, {count + length}]" if count else "")
-        raise ShapeError(
-            f"attention_mask must be {shapes}, got {list(mask.shape)}; documents in one row are told apart by "
-            "position_ids"
-        )
+        cure = "documents in one row are told apart by position_ids"
+        raise ShapeError(f"attention_mask must be {shapes}, got {list(mask.shape)}; {cure}")
     mask = mask != 0
     here = mask[:, mask.shape[1] - length :]
     if torch.compiler.is_compiling():

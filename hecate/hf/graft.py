@@ -157,8 +157,7 @@ def install(model: Any, decoder: Any, config: GraftConfig, branches: dict[int, t
         if config.mode == "replace":
             attention.requires_grad_(False)
         setattr(attention, BRANCH, branch.train(attention.training))
-        kind: Any = type(attention)
-        attention.__class__ = with_base(kind, Beside if config.mode == "add" else InPlace)
+        attention.__class__ = with_base(attention.__class__, Beside if config.mode == "add" else InPlace)
     return announce(model, decoder, GRAFT, config, train)
 
 
@@ -293,9 +292,7 @@ class Branch(nn.Module):
     def __init__(self, memory: Memory, *, gated: bool, reused: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.memory, self.reused = memory, reused
-        weight = memory.out.weight
-        zeros = torch.zeros(memory.d_model, dtype=weight.dtype, device=weight.device) if gated else None
-        self.gate = None if zeros is None else nn.Parameter(zeros)
+        self.gate = nn.Parameter(memory.out.weight.new_zeros(memory.d_model)) if gated else None
 
     def forward(
         self, x: Tensor, state: LayerState | None, *, write_mask: Tensor | None, reset_mask: Tensor | None

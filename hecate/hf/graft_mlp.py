@@ -204,16 +204,14 @@ def install_mlps(
     """Adds the memories that `build_mlps` made to the model; returns the model."""
     for index, (name, fast) in grafts.items():
         _install(getattr(decoder.layers[index], name), fast, index)
-        layer: Any = decoder.layers[index]
-        kind: Any = type(layer)
-        layer.__class__ = with_base(kind, Handing)
+        layer = decoder.layers[index]
+        layer.__class__ = with_base(layer.__class__, Handing)
     return announce(model, decoder, KEY, config, train)
 
 
 def _install(mlp: Any, fast: Fast, index: int) -> Any:
     setattr(mlp, BRANCH, fast.train(mlp.training))
-    kind: Any = type(mlp)
-    mlp.layer_idx, mlp.__class__ = index, with_base(kind, FastMLP)
+    mlp.layer_idx, mlp.__class__ = index, with_base(mlp.__class__, FastMLP)
     return mlp
 
 

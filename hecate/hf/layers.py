@@ -28,6 +28,7 @@ from hecate.nn import LayerState, Memory
 from hecate.nn.sums import state_of_sums
 from hecate.rule import LAYER, LAYER_FIELDS, MemoryConfig
 from hecate.tape.bridge import without_autocast
+from hecate.train.evaluate import evaluating
 
 RULES = ("gated_delta", "kda")
 _QK_EPS = 1e-6  # added to the squared norm, in the kernels of every family
@@ -152,9 +153,7 @@ def _weights(layer: Any) -> dict[str, Tensor]:
 
 def _retention(decay: Any, weights: dict[str, Tensor], *, channels: bool) -> dict[str, Any]:
     """The retention of a layer, or of its forget gate, which may have a lower bound under one of two names."""
-    lowest = getattr(decay, "safe_gate_lower_bound", None)
-    if getattr(decay, "safe_gate", False):
-        lowest = decay.lower_bound
+    lowest = decay.lower_bound if getattr(decay, "safe_gate", False) else getattr(decay, "safe_gate_lower_bound", None)
     rank = len(weights["down"]) if "down" in weights else None
     fields: dict[str, Any] = {"kind": "decay", "channels": channels, "rank": rank, "gate": "softplus"}
     return fields if lowest is None else {**fields, "gate": "bounded", "lowest": lowest}
@@ -313,9 +312,8 @@ def to_cache(state: LayerState, cache: Any, index: int) -> None:
 
 def _linear_layer(cache: Any, index: int) -> Any:
     layers = getattr(cache, "layers", [])
-    if not isinstance(index, int) or isinstance(index, bool):
-        raise ConfigError(f"index must be the number of a layer, got {shorten(index)}")
-    layer = layers[index] if 0 <= index < len(layers) else None
+    expect_count(index, "index", 0)
+    layer = layers[index] if index < len(layers) else None
     if not hasattr(layer, "recurrent_states"):
         raise ConfigError(f"the cache has no layer {index} of linear attention; make it with config=model.config")
     return layer
@@ -511,18 +509,11 @@ class AsModel(nn.Module):
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        """Context with the model in evaluation mode, without gradients, and without warnings, as the result says
-        enough."""
-        modes = {part: part.training for part in self.model.modules()}
-        try:
-            self.model.eval()
-            device = self.model.get_input_embeddings().weight.device
-            with torch.no_grad(), without_autocast(device.type), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
+        """`evaluating`, in the model's own dtype and without warnings, as the result says enough."""
+        device = self.model.get_input_embeddings().weight.device
+        with evaluating(self.model), without_autocast(device.type), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
 
     def _few(self, *rows: list[int]) -> Tensor:
         embedding = self.model.get_input_embeddings()

@@ -310,11 +310,9 @@ class HecateModel(HecatePreTrainedModel):
                     "`use_cache=False`, so past_key_values is None and the next call starts without a past."
                 )
             use_cache = False
-        layers = None
         if use_cache and past_key_values is None:
             past_key_values = Cache(layers=[StateLayer() for _ in self.lm.blocks])
-        if past_key_values is not None:
-            layers = state_layers(past_key_values, len(self.lm.blocks))
+        layers = None if past_key_values is None else state_layers(past_key_values, len(self.lm.blocks))
         inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
         past = None if layers is None else layers[0]
         written = written_tokens(attention_mask, inputs.shape[1], past)
@@ -527,12 +525,8 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
                 if isinstance(layer, StateLayer) and layer.record_past:
                     layer.activate_past_recording(logits_to_keep)
         base = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
-        x = base.last_hidden_state
-        if isinstance(logits_to_keep, Tensor):
-            x = x[:, logits_to_keep]
-        elif logits_to_keep:
-            x = x[:, -logits_to_keep:]
-        logits = self.model.lm.logits(x)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # -0: all
+        logits = self.model.lm.logits(base.last_hidden_state[:, kept])
         loss = None
         if labels is not None or of_loss.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **of_loss)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
@@ -27,15 +27,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hecate.checks import expect_choice
 from hecate.data.tokenizer import END, Bytes, FileTokenizer, Tokenizer
-from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
-from hecate.files import expect_free, read_whole, refuse_pipe, write_file, written_folder
+from hecate.errors import CheckpointError, ConfigError, printable, retelling, shorten
+from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.hf.adopt import hook_models
 from hecate.hf.graft import BRANCH, GRAFT, Branch, GraftConfig, Grafted, Train, build, decoder_of, freeze, install
 from hecate.hf.graft_mlp import KEY, Fast, FastMLP, MLPGraftConfig, build_mlps, install_mlps
 from hecate.hf.model import HecateForCausalLM
 from hecate.hf.upgrade import LAYERS, Hosted, HostedConfig, describe_hosted
-from hecate.models import LanguageModel
-from hecate.train.checkpoint import write_tensors
+from hecate.train.checkpoint import open_tensors, write_tensors
 from hecate.train.trained import open_model
 from hecate.variant import read_json
 
@@ -55,15 +54,10 @@ def export_run(run: Path | str, out: Path | str, which: str = "best") -> Exporte
 
     Raises:
         CheckpointError: `run` is not a run or checkpoint, or `out` cannot be written.
-        ConfigError: the run's model is not a language model.
     """
     out = Path(out)
     expect_free(out, "choose another --out")
     trained = open_model(run, which, "cpu")
-    if not isinstance(trained.model, LanguageModel):
-        raise ConfigError(
-            f"{run} has trained a {type(trained.model).__name__}; transformers is given language models alone"
-        )
     model = HecateForCausalLM.of(trained.model)
     tokenizer = None if trained.tokenizer is None else tokenizer_of(trained.tokenizer)
     if tokenizer is not None:
@@ -216,12 +210,10 @@ def load(folder: str | Path, *, train: Train = "all", **options: Any) -> Any:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    try:
+    with retelling(CheckpointError, f"{folder} has no config.json of a model", "name another"):
         facts = read_json(read_whole(folder / "config.json"))
         if not isinstance(facts, dict):
             raise ValueError("no object")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} has no config.json of a model ({shorten(str(error))}); name another") from None
     return facts
 
 
@@ -231,15 +223,12 @@ def _settings(folder: Path, facts: dict[str, Any]) -> tuple[dict[str, HostedConf
     every = [*(layers.values() if isinstance(layers, dict) else [layers]), *([] if mlps is None else [mlps])]
     if any(not isinstance(fields, dict) or fields.get("version") != 1 for fields in every):
         raise CheckpointError(f"{folder} has {LAYERS} or {KEY} of another version than 1; load it with a newer hecate")
-    hosted, place = {}, ""
-    try:
-        for name, fields in layers.items():
-            place = f" of {name}"
+    hosted = {}
+    for name, fields in layers.items():
+        with retelling(CheckpointError, f"{folder} has settings of {name} that do not fit"):
             hosted[str(name)] = HostedConfig.model_validate(fields)
-        place = ""
+    with retelling(CheckpointError, f"{folder} has settings that do not fit"):
         return hosted, None if mlps is None else MLPGraftConfig.model_validate(mlps)
-    except HecateError as error:
-        raise CheckpointError(f"{folder} has settings{place} that do not fit: {error.line}") from None
 
 
 def _check_all_taken(folder: Path, hosted: Mapping[str, Any], *, graft: bool, mlps: bool) -> None:
@@ -265,16 +254,13 @@ def _host(folder: Path, model: Any, name: str, config: HostedConfig) -> None:
     """Replaces a layer of the official class by an upgraded layer, with its weights."""
     parent, _, last = name.rpartition(".")
     try:
-        layer, hosted = model.get_submodule(name), Hosted(config.build(), config.layer_idx)
+        layer = model.get_submodule(name)
     except AttributeError:
         raise CheckpointError(f"{folder} has an upgraded layer {name}, and its model none of that name") from None
-    except HecateError as error:
-        raise CheckpointError(f"{folder} has settings of {name} that do not fit: {error.line}") from None
-    if getattr(layer, "layer_idx", None) != config.layer_idx:
-        raise CheckpointError(
-            f"{folder} has settings of {name} that do not fit: layer_idx={config.layer_idx}, and the model's layer has "
-            f"{getattr(layer, 'layer_idx', None)}"
-        )
+    with retelling(CheckpointError, f"{folder} has settings of {name} that do not fit"):
+        hosted = Hosted(config.build(), config.layer_idx)
+        if (number := getattr(layer, "layer_idx", None)) != config.layer_idx:
+            raise ConfigError(f"layer_idx={config.layer_idx}, and the model's layer has {number}")
     _take(folder, hosted, f"{name}.")
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))
     setattr(model.get_submodule(parent), last, hosted.to(device).train(layer.training))
@@ -282,10 +268,8 @@ def _host(folder: Path, model: Any, name: str, config: HostedConfig) -> None:
 
 def _fill_mlps(folder: Path, model: Any, config: MLPGraftConfig) -> None:
     decoder = decoder_of(model, FastMLP)
-    try:
+    with retelling(CheckpointError, f"{folder} does not fit its model"):
         grafts = build_mlps(decoder, config, torch.Generator().manual_seed(0))
-    except HecateError as error:
-        raise CheckpointError(f"{folder} does not fit its model: {error.line}") from None
     where = next(name for name, part in model.named_modules() if part is decoder)
     for index, (name, fast) in grafts.items():
         device = next(fast.parameters()).device
@@ -331,10 +315,8 @@ def save_graft(model: Any, folder: str | Path) -> None:
     if not branches:
         raise ConfigError(f"the {type(model).__name__} has no graft; graft it first")
     if not isinstance(model, PreTrainedModel) or not all(isinstance(branch, Branch) for branch in branches.values()):
-        raise ConfigError(
-            f"the {type(model).__name__} or its memories are wrapped, as by peft; save the model of its "
-            "merge_and_unload()"
-        )
+        cure = "save the model of its merge_and_unload()"
+        raise ConfigError(f"the {type(model).__name__} or its memories are wrapped, as by peft; {cure}")
     tensors = {f"layers.{i}.self_attn.{BRANCH}.{n}": v for i, b in branches.items() for n, v in b.state_dict().items()}
     if any(hasattr(value, "placements") for value in tensors.values()):
         raise ConfigError("the graft is sharded over devices; write it with save_pretrained of accelerate or Trainer")
@@ -369,10 +351,8 @@ def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory"
     elif options:
         raise ConfigError(f"{', '.join(options)} would load a model, and one is given as model=; leave one of them out")
     decoder = decoder_of(model, Grafted)
-    try:
+    with retelling(CheckpointError, f"{folder} does not fit the model"):
         branches = build(decoder, config, False, torch.Generator().manual_seed(0))
-    except HecateError as error:
-        raise CheckpointError(f"{folder} does not fit the model: {error.line}") from None
     for index, (_, branch) in branches.items():
         weights = tensors.pop(index, {})
         _check_fit(folder, branch, weights, f"layers.{index}.self_attn.{BRANCH}.")
@@ -412,12 +392,8 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a folder's files for whose names `wanted` is true, on the CPU."""
     for path in sorted(folder.glob(pattern)):
-        try:
-            refuse_pipe(path)
-            with safe_open(path, framework="pt") as file:
-                yield from ((name, file.get_tensor(name)) for name in file.keys() if wanted(name))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); save it again") from None
+        with open_tensors(path, "save it again") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys() if wanted(name))
 
 
 def load_plain(folder: Path, options: Mapping[str, Any], instead: tuple[str, ...] = ()) -> Any:

@@ -18,6 +18,7 @@ from hecate.microscope.view import MemoryView, View, in_double, joined_mask
 from hecate.nn import LinearAttention, Memory
 from hecate.nn.rule import FeatureMemory, ScanArguments
 from hecate.rule import Gates, MemoryState
+from hecate.train.evaluate import evaluating
 
 
 def look(
@@ -115,12 +116,10 @@ def _observe(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], An
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         records[module].append((bound.arguments, output))
 
-    with ExitStack() as undo, torch.no_grad():
-        for module in model.modules():
-            undo.callback(setattr, module, "training", module.training)
+    with ExitStack() as undo:
+        undo.enter_context(evaluating(model))
         for module in names:
             undo.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-        model.eval()
         run()
     calls: dict[str, list[Call]] = {}
     with torch.no_grad():
@@ -200,9 +199,6 @@ def _goes_on(last: Call, call: Call) -> bool:
 def _join(run: list[ScanArguments]) -> ScanArguments:
     tokens = ([asked.q, asked.k, asked.v, *asked.gates] for asked in run)
     q, k, v, *gates = (torch.cat(x, 1) if isinstance(x[0], Tensor) else x[0] for x in zip(*tokens, strict=True))
-    masks: dict[str, Any] = {
-        name: joined_mask(run, name)
-        for name in ("write_mask", "reset_mask")
-        if any(getattr(asked, name) is not None for asked in run)
-    }
+    given = [name for name in ("write_mask", "reset_mask") if any(getattr(asked, name) is not None for asked in run)]
+    masks: dict[str, Any] = {name: joined_mask(run, name) for name in given}
     return run[0]._replace(q=q, k=k, v=v, gates=Gates(*gates), **masks)

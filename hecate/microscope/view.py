@@ -77,10 +77,8 @@ def implicit_attention(asked: ScanArguments) -> Attention:
     """
     reason = nonlinearity(asked.config)
     if reason is not None:
-        raise ConfigError(
-            f"there is no attention map: {reason}, so the answers are no weighted sum of values; "
-            "norms, ranks, gates and recall do not need one"
-        )
+        cure = "norms, ranks, gates and recall do not need one"
+        raise ConfigError(f"there is no attention map: {reason}, so the answers are no weighted sum of values; {cure}")
     asked = in_double(asked)
     batch, length, heads, width = asked.v.shape
     # Copy n of the sequences has ones in the values of tokens n * stride, n * stride + 1, ..., each in a different

@@ -129,11 +129,10 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
         time.monotonic() + limits.seconds,
     )  # fmt: skip
     known = isinstance(options, dict) and options.keys() <= {"include_usage"}
-    include_usage = options.get("include_usage") if known else "no"
-    for flag in (body.get("stream"), include_usage):
-        if flag not in (None, False, True) or (isinstance(flag, int) and not isinstance(flag, bool)):
-            raise ConfigError("stream must be true or false, and stream_options {include_usage: true or false}")
-    return Asked(request, tuple(stops), bool(body.get("stream")), bool(include_usage))
+    flags = body.get("stream"), options.get("include_usage") if known else "no"
+    if not all(isinstance(flag, bool | None) for flag in flags):
+        raise ConfigError("stream must be true or false, and stream_options {include_usage: true or false}")
+    return Asked(request, tuple(stops), *map(bool, flags))
 
 
 def _tokens(body: dict[str, Any], chat: bool, texts: Texts) -> list[int]:

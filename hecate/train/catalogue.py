@@ -227,12 +227,9 @@ def machine() -> Table:
 
 def missing() -> Table:
     """Table of the extras with a missing package: the purpose of each, and the line that installs it."""
-    rows = []
-    for extra, (purpose, modules) in EXTRAS.items():
-        # Found without importing: some imports take seconds, or need a device.
-        absent = [name for name in modules if find_spec(name) is None]
-        if absent:
-            rows.append([extra, purpose, ", ".join(absent), install_line(extra)])
+    # Found without importing: some imports take seconds, or need a device.
+    lacks = {extra: [name for name in modules if find_spec(name) is None] for extra, (_, modules) in EXTRAS.items()}
+    rows = [[extra, EXTRAS[extra][0], ", ".join(names), install_line(extra)] for extra, names in lacks.items() if names]
     return ["extra", "for", "not installed", "install it with"], rows
 
 
@@ -327,22 +324,17 @@ def accepts(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema or "oneOf" in schema:
         choices = [accepts(choice) for choice in schema.get("anyOf") or schema["oneOf"]]
         return " or ".join(dict.fromkeys(choices))
-    if "enum" in schema:
-        return ", ".join(flow(item) for item in schema["enum"])
-    if "const" in schema:
-        return flow(schema["const"])
+    if "enum" in schema or "const" in schema:
+        return ", ".join(map(flow, schema.get("enum", [schema.get("const")])))
     kind = str(schema.get("type", "any value"))
     if kind == "array":
         items = schema.get("prefixItems") or [schema.get("items") or {}]
         return "list of " + ", ".join(dict.fromkeys(accepts(item) for item in items))
-    low = [f"{sign} {schema[key]:g}" for sign, key in ((">=", "minimum"), (">", "exclusiveMinimum")) if key in schema]
-    high = [
-        f"{sign} {schema[key]:g}"
-        for sign, key in (("<=", "maximum"), ("<", "exclusiveMaximum"))
-        if key in schema and schema[key] < 1 << 20
-    ]
+    signs = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
+    bounds = {sign: schema[key] for sign, key in signs.items() if key in schema}
+    limits = [f"{sign} {bound:g}" for sign, bound in bounds.items() if sign[0] == ">" or bound < 1 << 20]
     named = {"object": "mapping", "string": "text", "boolean": "true or false"}.get(kind, kind)
-    return " ".join([named, " and ".join(low + high)]).strip()
+    return " ".join([named, " and ".join(limits)]).strip()
 
 
 def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:

@@ -268,7 +268,7 @@ def check_name(path: Path, step: int) -> None:
 def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[tuple[str, Tensor]]:
     """The tensors of version 1, or a share of them, each verified as it is yielded."""
     file = path / TENSORS
-    with _open_tensors(file) as opened:
+    with open_tensors(file) as opened:
         # Sorted by name, so that all ranks cut the same shares.
         names = sorted(opened.keys())
         if odd := sorted(set(names) ^ set(content.tensors)):
@@ -320,7 +320,7 @@ def _join_blocks(path: Path, content: ShardedContent) -> dict[str, Tensor]:
         for piece in spread.pieces:
             blocks[piece.file][name] = piece
     for file, listed in blocks.items():  # before anything of the sizes in the manifest is allocated
-        with _open_tensors(path / file) as opened:
+        with open_tensors(path / file) as opened:
             shapes = {(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}
         for name, _ in sorted(shapes ^ {(name, piece.shape) for name, piece in listed.items()}):
             raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
@@ -329,7 +329,7 @@ def _join_blocks(path: Path, content: ShardedContent) -> dict[str, Tensor]:
     check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)
     stored = {name: torch.empty(x.shape, dtype=getattr(torch, x.dtype)) for name, x in content.tensors.items()}
     for file, listed in blocks.items():
-        with _open_tensors(path / file) as opened:
+        with open_tensors(path / file) as opened:
             for name, piece in listed.items():
                 block = opened.get_tensor(name)
                 if block.dtype != stored[name].dtype:
@@ -340,15 +340,16 @@ def _join_blocks(path: Path, content: ShardedContent) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _open_tensors(file: Path) -> Iterator[Any]:
+def open_tensors(file: Path, cure: str = "") -> Iterator[Any]:
+    """Context with an open safetensors file; refuses one that is missing or damaged, with this remedy, as `bad`."""
     try:
         files.refuse_pipe(file)
         with safe_open(file, framework="pt") as opened:
             yield opened
     except FileNotFoundError:
-        raise bad(file, "is missing") from None
+        raise bad(file, "is missing", cure) from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise bad(file, f"is truncated or not a safetensors file ({error})") from None
+        raise bad(file, f"is truncated or not a safetensors file ({error})", cure) from None
 
 
 def named(dtype: torch.dtype) -> str:
@@ -412,12 +413,11 @@ def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", 
 def best_checkpoint(folder: Path, better: str = "validation_loss") -> Path | None:
     """The readable checkpoint with the lowest metric `better`, the newest of equals, among those on the data and the
     sequence length of the newest one: losses on others are of other tokens. [CKPT-PRUNE-D1]"""
-    contents = _readable(folder)
-    last = [data_of(content.facts) for content in contents.values()][-1:]
-    alike = {path: content for path, content in contents.items() if data_of(content.facts) in last}
-    scored = [(content.facts.get("metrics", {}).get(better), path) for path, content in alike.items()]
-    known = [(value, path) for value, path in scored if value is not None]
-    return min(reversed(known), key=lambda item: item[0])[1] if known else None
+    every = {path: content.facts for path, content in _readable(folder).items()}
+    last = [*map(data_of, every.values())][-1:]
+    alike = {path: facts.get("metrics", {}) for path, facts in every.items() if data_of(facts) in last}
+    scored = {path: metrics[better] for path, metrics in alike.items() if better in metrics}
+    return min(reversed(scored), key=scored.__getitem__, default=None)
 
 
 def data_of(facts: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -434,13 +434,11 @@ def read_manifest(folder: Path) -> Content | ShardedContent:
             raise bad(path, "is not a regular file")  # reading a pipe would wait for ever
     file = folder / MANIFEST
     try:
-        text = files.read_file(file, MAX_BYTES + 1)
+        text = files.read_whole(file, MAX_BYTES)
     except FileNotFoundError:
         raise bad(file, "is missing") from None
     except OSError as error:
         raise bad(file, f"cannot be read ({error.strerror or error})") from None
-    if len(text) > MAX_BYTES:
-        raise bad(file, f"has more than {MAX_BYTES >> 20} MiB, which no manifest has")
     try:
         document = read_json(text, strict=True)
     except ConfigError as error:
@@ -478,10 +476,8 @@ def manifest_text(version: int, **content: Any) -> str:
         digest = _digest(content)
         (Content if version == VERSION else ShardedContent).model_validate(json.loads(json.dumps(content)))
     except (ValueError, TypeError) as error:  # ConfigError among them
-        raise CheckpointError(
-            f"cannot write a checkpoint of step {content['step']!r}: {error}; its facts must be plain JSON with finite "
-            "numbers"
-        ) from None
+        cure = "its facts must be plain JSON with finite numbers"
+        raise CheckpointError(f"cannot write a checkpoint of step {content['step']!r}: {error}; {cure}") from None
     document = {"format": FORMAT, "version": version, "digest": digest, "content": content}
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
@@ -514,9 +510,9 @@ def refuse_link(path: Path) -> None:
         )
 
 
-def bad(file: Path, reason: str) -> CheckpointError:
-    """The error for a damaged checkpoint."""
-    return CheckpointError(f"{file} {reason}; delete {file.parent} and resume from an earlier checkpoint")
+def bad(file: Path, reason: str, cure: str = "") -> CheckpointError:
+    """The error for a damaged file, by default one of a run's checkpoint."""
+    return CheckpointError(f"{file} {reason}; {cure or f'delete {file.parent} and resume from an earlier checkpoint'}")
 
 
 def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

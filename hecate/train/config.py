@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor, nn
 
 from hecate import optim
@@ -76,13 +76,12 @@ class PartialKind(OptimizerKind):
     fallback: OptimizerKind
     about: ClassVar[str]  # the parameters that it trains
 
-    @field_validator("fallback")
-    @classmethod
-    def _takes_any_parameter(cls, fallback: OptimizerKind) -> OptimizerKind:
-        if isinstance(fallback, PartialKind):
-            choice = f"{fallback.kind!r}, which trains {fallback.about}"
-            raise ConfigError(f"must be a kind for any parameter, got {choice}; take adamw")
-        return fallback
+    def conflicts(self) -> Conflicts:
+        """A fallback that itself trains some parameters only."""
+        if isinstance(self.fallback, PartialKind):
+            choice = f"{self.fallback.kind!r}, which trains {self.fallback.about}"
+            yield ("fallback",), f"must be a kind for any parameter, got {choice}; take adamw"
+        yield from super().conflicts()
 
 
 class DGD(PartialKind, optim.DGD.Options):
@@ -233,11 +232,8 @@ class OptimConfig(Config):
         plain = isinstance(chosen, Mapping) and chosen.get("kind") == "adamw"
         for name in old:
             if not plain or name in chosen:
-                raise ConfigError(
-                    f"belongs to optimizer 'adamw', and optimizer is given; write "
-                    f"optim.optimizer.{name} if it is adamw, else leave it out",
-                    (name,),
-                )
+                cure = f"write optim.optimizer.{name} if it is adamw, else leave it out"
+                raise ConfigError(f"belongs to optimizer 'adamw', and optimizer is given; {cure}", (name,))
         AdamW(**old)  # so that an invalid value is reported where it was written
         rest = {name: value for name, value in data.items() if name not in OF_ADAMW}
         return {**rest, "optimizer": {**chosen, **old}}
@@ -367,33 +363,23 @@ class ExperimentConfig(Config):
         except DataError as error:
             raise ConfigError(str(error), ("data", "path")) from None
         if size is not None and size != needed:
-            yield (
-                ("model", "vocab_size"),
-                f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {size}; leave it out and it is "
-                "filled in",
-            )
+            wanted = f"the vocabulary of data {self.data.kind!r}, {needed}"
+            yield ("model", "vocab_size"), f"must equal {wanted}, got {size}; leave it out and it is filled in"
         with faults_at("model", "d_model"):
             check_shapes({"embedding": (needed, self.model.d_model)}, "lower d_model")
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
-            yield (
-                ("budget", "seq_len"),
-                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
-            )
+            fits = f"data {self.data.kind!r} has sequences of length {fixed}"
+            yield ("budget", "seq_len"), f"{fits}, got {asked}; leave it out"
         attention = self.model.attention
         if self.data.carries and attention is not None and attention.window is None and not attention.by_segment:
-            yield (
-                ("data", "state"),
-                "is 'carry', but model.attention.window is null: the keys of every token so far would be kept; give a "
-                "window, or write data.state=fresh",
-            )
+            grows = "model.attention.window is null: the keys of every token so far would be kept"
+            yield ("data", "state"), f"is 'carry', but {grows}; give a window, or write data.state=fresh"
         steps = self.budget.steps
         for pattern, period in self.optim.periods.items():
             if period > steps:
-                yield (
-                    ("optim", "periods", pattern),
-                    f"must be at most budget.steps, {steps}, got {period}: those parameters would never step",
-                )
+                late = f"must be at most budget.steps, {steps}, got {period}: those parameters would never step"
+                yield ("optim", "periods", pattern), late
 
     def asked_loggers(self) -> list[Asked]:
         """Every logger once, with the path of the setting that asks for it."""
@@ -409,20 +395,13 @@ class ExperimentConfig(Config):
 
     def engines(self) -> dict[str, tuple[str, str]]:
         """The engine that runs each memory in training on this machine, and the reason, by the memory's path."""
-        return {
-            path: explain(
-                Plan.sketch(
-                    rule.config,
-                    length=min(self.seq_len, rule.window or self.seq_len),
-                    shape=(rule.d_value, rule.config.feature_map.output_dim(rule.d_key)),
-                    device=self.budget.device,
-                    dtype=rule.config.dtype,
-                ),
-                "fused" if self.budget.compile == "chunk" and rule.config.chunk > 1 else "auto",
-                others=True,
-            )
-            for path, rule in self.model.rules().items()
-        }
+        engines = {}
+        for path, (memory, d_key, d_value, window) in self.model.rules().items():
+            shape, length = (d_value, memory.feature_map.output_dim(d_key)), min(self.seq_len, window or self.seq_len)
+            plan = Plan.sketch(memory, length=length, shape=shape, device=self.budget.device, dtype=memory.dtype)
+            asked = "fused" if self.budget.compile == "chunk" and memory.chunk > 1 else "auto"
+            engines[path] = explain(plan, asked, others=True)
+        return engines
 
     def widened(self) -> dict[str, tuple[str, int, int]]:
         """Memories whose features differ in width from their keys, by path: the kind of map, width of features, width

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import IO, Any, NamedTuple, Self, cast
 
@@ -132,13 +133,8 @@ class Progress:
             computing = tokens / max(self._now.computing - start.computing, 1e-9)
             whole = tokens / max(time.monotonic() - self._began - start.at, 1e-9)
             speed = [f"{computing:,.0f} tokens/s ({whole:,.0f} of the run)"]
-        parts = [
-            self._loss(),
-            f"{counted(self.tokens)} tokens",
-            *speed,
-            f"norm {grad_norm:.2g}",
-            readable(peak_memory(self._world.device)),
-        ]
+        memory = readable(peak_memory(self._world.device))
+        parts = [self._loss(), f"{counted(self.tokens)} tokens", *speed, f"norm {grad_norm:.2g}", memory]
         if self._flops is not None and start is not None:
             parts.append(f"MFU {computing * self._flops:.0%}")
         return "  ".join([*parts, f"ETA {duration(self.seconds_left())}"])
@@ -188,13 +184,8 @@ def counted(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `H:MM:SS`, with days in front if there are any."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days} d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+    """Seconds as `H:MM:SS`, with days in front if there are any; "-" for what no clock would show."""
+    return str(timedelta(seconds=int(seconds))) if seconds < 1e13 else "-"
 
 
 PLAIN = 10.0

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from hecate.errors import ConfigError, shorten
-from hecate.files import read_file
+from hecate.files import read_whole
 
 Location = tuple[str | int, ...]
 
@@ -121,12 +121,7 @@ def read_yaml(path: Path) -> Document:
     """Reads a YAML file; `ConfigError` names the file, and the line if there is one."""
     name = str(path) if len(str(path)) < 200 else shorten(str(path))
     try:
-        content = read_file(path, MAX_BYTES + 1)
-        # At most one byte more than allowed was read, so that a large file is refused without reading all of it.
-        if len(content) > MAX_BYTES:
-            size = max(path.stat().st_size, len(content))
-            raise ConfigError(f"{name} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?")
-        text = content.decode()
+        text = read_whole(path, MAX_BYTES).decode()
     except OSError as error:
         cure = f"; `hecate init {name}` writes one" if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"cannot read config {name}: {error.strerror or error}{cure}") from None

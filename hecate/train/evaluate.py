@@ -67,14 +67,15 @@ def resets_of(batch: Batch, device: torch.device, *, shared: bool = False) -> di
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context with the model in evaluation mode and without gradients; its mode is restored afterwards."""
-    training = model.training
+    """Context with the model in evaluation mode and without gradients; the mode of each part is restored afterwards."""
+    training = [part for part in model.modules() if part.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for part in training:
+            part.training = True
 
 
 def evaluate(
@@ -133,11 +134,8 @@ class Buckets:
     def positions(self) -> list[Positions]:
         """The mean of every bucket with labels."""
         spans = ((0, 0), *((1 << n, (2 << n) - 1) for n in range(63)))
-        return [
-            Positions(*span, float(total) / count, count)
-            for span, total, count in zip(spans, self._sums, self._counts.tolist(), strict=True)
-            if count
-        ]
+        buckets = zip(spans, self._sums.tolist(), self._counts.tolist(), strict=True)
+        return [Positions(*span, total / count, count) for span, total, count in buckets if count]
 
 
 def loss_by_position(

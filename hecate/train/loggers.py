@@ -274,10 +274,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         """Context of a write; refuses if the file was moved or deleted, as further records would be lost."""
         with refusing(f"write {self._path}", then=_AFTER):
             if not (self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat())):
-                raise CheckpointError(
-                    f"{self._path} was moved or deleted while the run was writing it; continue with --resume where the "
-                    "run folder is now, or start again"
-                )
+                cure = "continue with --resume where the run folder is now, or start again"
+                raise CheckpointError(f"{self._path} was moved or deleted while the run was writing it; {cure}")
             yield
 
     def __exit__(self, *_: object) -> None:

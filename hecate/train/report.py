@@ -148,22 +148,15 @@ def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
         "On one validation sequence. Half-life: tokens after which the retain gates leave half of a memory. Cotangent: "
         "what a unit cotangent of the layer's output puts on the level. Write: the most that a write changes an answer."
     )
-    rows = [
-        (
-            f"`{layer}` {level.name}",
-            level.period,
-            f"{level.commits:g}",
-            "all" if level.fired is None else f"{level.fired:.1%}",
-            f"{level.norm_start:.3g} -> {level.norm_end:.3g}",
-            *(f"{figure:.3g}" for figure in (level.output_rms, level.half_life, level.cotangent)),
-            "-" if level.strength is None else f"{level.strength:.1%}",
-            level.dead or "no",
-        )
-        for layer, levels in health.items()
-        for level in levels
-    ]
-    figures = "memory norm", "output rms", "half-life", "cotangent", "write"
-    header = "level", "period", "commits", "fired", *figures, "dead"
+    rows = []
+    for layer, level in ((layer, level) for layer, levels in health.items() for level in levels):
+        name, norms = f"`{layer}` {level.name}", f"{level.norm_start:.3g} -> {level.norm_end:.3g}"
+        figures = [f"{figure:.3g}" for figure in (level.output_rms, level.half_life, level.cotangent)]
+        fired = "all" if level.fired is None else f"{level.fired:.1%}"
+        write = "-" if level.strength is None else f"{level.strength:.1%}"
+        rows.append((name, level.period, f"{level.commits:g}", fired, norms, *figures, write, level.dead or "no"))
+    sizes = "memory norm", "output rms", "half-life", "cotangent", "write"
+    header = "level", "period", "commits", "fired", *sizes, "dead"
     return f"{text}\n\n{markdown_table(header, rows)}" if rows else ""
 
 

@@ -170,10 +170,8 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise CheckpointError(f"{folder} already holds a run; continue it with --resume or choose another --out")
     metrics = folder / METRICS
     if not exists and ((folder / CHECKPOINTS).exists() or (metrics.is_file() and metrics.stat().st_size)):
-        raise CheckpointError(
-            f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; put that back and "
-            "--resume, or choose another --out"
-        )
+        cure = "put that back and --resume, or choose another --out"
+        raise CheckpointError(f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; {cure}")
 
 
 def open_run(folder: Path | str, which: str = "best") -> tuple[Trainer, int]:
@@ -199,11 +197,8 @@ def fresh_folder(name: str) -> Path:
 def latest_folder(source: str | None) -> Path:
     """The newest run folder of this experiment in runs/."""
     name = load_experiment(source or "quickstart").name
-    folders = [
-        path
-        for path in Path("runs").glob(f"{name}*")
-        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name)) and (path / CONFIG).exists()
-    ]
+    named = [path for path in Path("runs").glob(f"{name}*") if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name))]
+    folders = [path for path in named if (path / CONFIG).exists()]
     if not folders:
         raise CheckpointError(f"there is no run of {name!r} in runs/ to resume; give its folder: --out")
     return max(folders, key=lambda path: (path / CONFIG).stat().st_mtime_ns)

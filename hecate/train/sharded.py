@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
 """Tensor, file, offset, shape and dtype of a block."""
+_SHARED = "give an --out on a disk that all machines share"
 
 
 class Team:
@@ -49,11 +50,6 @@ class Team:
     def __init__(self, group: ProcessGroup) -> None:
         from torch import distributed
 
-        if "gloo" not in distributed.get_backend(group):
-            raise CheckpointError(
-                "checkpoints pass their facts over a gloo group, got one of "
-                f"{distributed.get_backend(group)}; make one by torch.distributed.new_group(backend='gloo')"
-            )
         self.group = group
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
@@ -168,10 +164,7 @@ def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
 
         def check_folder() -> None:
             if not temporary.is_dir():
-                raise CheckpointError(
-                    f"cannot {what}: rank {team.rank} does not see the folder that rank 0 has made; give an --out on a "
-                    "disk that all machines share"
-                )
+                raise CheckpointError(f"cannot {what}: rank {team.rank} does not see the folder of rank 0; {_SHARED}")
 
         team.all(what, check_folder)
         _write_blocks(what, temporary, checkpoint.tensors, team)
@@ -188,14 +181,11 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    # A replicated tensor is written once, by the lowest rank, which every rank knows.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _together(what, "choose another --out (earlier checkpoints are intact)"):
-        save(
-            dict(stored),
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            # A replicated tensor is written once, by the lowest rank, which every rank knows.
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            process_group=team.group,
-        )
+        save(dict(stored), storage_writer=writer, planner=planner, process_group=team.group)
 
 
 def _blocks(folder: Path, rank: int) -> dict[str, Any]:
@@ -226,10 +216,8 @@ def _write_manifest(checkpoint: Staged, folder: Path, parts: list[Any]) -> None:
     for name, described in files.items():
         # If the disk is not shared, this is where it is noticed at the latest, before anything is published.
         if not (folder / name).is_file() or (folder / name).stat().st_size != described["bytes"]:
-            raise CheckpointError(
-                f"cannot write checkpoint {folder}: rank 0 does not see {name} as another rank wrote it; give an --out "
-                "on a disk that all machines share"
-            )
+            unlike = f"rank 0 does not see {name} as another rank wrote it"
+            raise CheckpointError(f"cannot write checkpoint {folder}: {unlike}; {_SHARED}")
     tensors: dict[str, dict[str, Any]] = {
         name: {"dtype": named(t.dtype), "shape": list(t.shape), "pieces": []} for name, t in checkpoint.tensors.items()
     }
@@ -258,7 +246,7 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
 
     # On another machine the same path may be another folder.
     if len(set(team.all(f"read {path}", verify))) > 1:
-        raise CheckpointError(f"{path} is not the same on all ranks; give an --out on a disk that all machines share")
+        raise CheckpointError(f"{path} is not the same on all ranks; {_SHARED}")
     return read[0]
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import chain, islice
 from operator import getitem
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hecate.data import Loader, Source
 from hecate.distributed import World, is_sharded
-from hecate.errors import CheckpointError, ConfigError, HecateError, did_you_mean, format_path, shorten
+from hecate.errors import CheckpointError, ConfigError, did_you_mean, format_path, retelling, shorten
 from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
 from hecate.states import clone, detach, leaves, stack, with_tensors
@@ -111,11 +111,8 @@ def _check_rows(state: Any) -> None:
     count = next(iter(named.values())).shape[:1]
     for path, leaf in named.items():
         if not leaf.dim() or leaf.shape[:1] != count:
-            raise ConfigError(
-                f"is 'carry', but the model's state has {path!r} of shape {list(leaf.shape)}, which is not by rows of "
-                "the batch; write data.state=fresh",
-                ("data", "state"),
-            )
+            odd = f"{path!r} of shape {list(leaf.shape)}, which is not by rows of the batch"
+            raise ConfigError(f"is 'carry', but the model's state has {odd}; write data.state=fresh", ("data", "state"))
 
 
 class OptimizerFacts(Config):
@@ -142,10 +139,8 @@ _MISSING = type("Missing", (), {"__repr__": lambda _: "missing"})()
 
 def run_facts(facts: Mapping[str, Any], where: str) -> RunFacts:
     """The facts of a checkpoint, validated; `CheckpointError` names all that are not valid."""
-    try:
+    with retelling(CheckpointError, f"{where} is not valid", "use an earlier checkpoint"):
         return RunFacts.model_validate(dict(facts))
-    except ConfigError as error:
-        raise CheckpointError(f"{where} is not valid: {error.line}; use an earlier checkpoint") from None
 
 
 def refuse_other_config(checkpoint: Checkpoint, trainer: Restorable, where: str) -> None:
@@ -247,7 +242,7 @@ def unpack(
     fit."""
     optimizers = list(optimizers)
     saved, states = _fitting(model, optimizers, tensors, facts, where)
-    with _fits(where):
+    with retelling(CheckpointError, f"{where} does not fit this run's optimiser"):
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
     model.load_state_dict(saved)
@@ -260,7 +255,8 @@ def _fitting(
     if facts.optimizer != _class_names(optimizers):
         raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_class_names(optimizers)}")
     group_names = [names for optimizer in optimizers for names in _parameter_names(model, optimizer)]
-    if [_sort_names(group.get("params")) for group in facts.groups] != [sorted(names) for names in group_names]:
+    saved_names = [group.get("params") for group in facts.groups]
+    if [isinstance(n, list) and sorted(map(str, n)) for n in saved_names] != [sorted(names) for names in group_names]:
         raise CheckpointError(
             f"{where} optimises other parameters than this model, or in other groups; use its own config"
         )
@@ -268,24 +264,8 @@ def _fitting(
     # By name: another version may have registered the same parameters in another order.
     groups = iter([{**group, "params": names} for group, names in zip(facts.groups, group_names, strict=True)])
     saved = model_state(model, tensors, where)
-    with _fits(where):
+    with retelling(CheckpointError, f"{where} does not fit this run's optimiser"):
         return saved, [_state(o, list(islice(groups, len(o.param_groups))), entries) for o in optimizers]
-
-
-@contextmanager
-def _fits(where: str) -> Iterator[None]:
-    """Context in which what an optimiser refuses is a `CheckpointError`."""
-    try:
-        yield
-    except (HecateError, ValueError) as error:
-        why = error.line if isinstance(error, HecateError) else error
-        raise CheckpointError(f"{where} does not fit this run's optimiser: {why}") from None
-
-
-def _sort_names(names: Any) -> Any:
-    """A list of names, sorted; anything else unchanged."""
-    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return sorted(names) if listed else names
 
 
 def sharded_like(run: Restorable, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from hecate.checks import check_room, expect_choice
 from hecate.data import Bytes, Source, Text, Tokenizer, Tokens
@@ -26,8 +24,9 @@ from hecate.data.shards import SIDECAR, TOKENIZER
 from hecate.data.tokenizer import open_tokenizer
 from hecate.distributed import overwrite
 from hecate.distributed.shard import settle
-from hecate.errors import CheckpointError, ConfigError, DataError, shorten
+from hecate.errors import CheckpointError, ConfigError, DataError, retelling, shorten
 from hecate.files import expect_free, read_whole, write_file, written_folder
+from hecate.models import LanguageModel
 from hecate.train import checkpoint as store
 from hecate.train.checkpoint import MANIFEST, Checkpoint, load_checkpoint
 from hecate.train.compose import dump_experiment, load_experiment
@@ -88,7 +87,7 @@ def home_of(path: Path) -> Path | None:
 class Trained(NamedTuple):
     """A model with the parameters of a checkpoint, in evaluation mode on `device`."""
 
-    model: nn.Module
+    model: LanguageModel
     config: ExperimentConfig
     step: int
     tokenizer: Tokenizer | None
@@ -107,10 +106,8 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
         expect_run(path)
     path, checkpoint = chosen_checkpoint(path, which)
     facts = run_facts(checkpoint.facts, str(path))
-    try:
+    with retelling(CheckpointError, f"{path} has a config that is not valid here"):
         config = ExperimentConfig.model_validate(facts.config)
-    except ConfigError as error:
-        raise CheckpointError(f"{path} has a config that is not valid here: {error.line}") from None
     check_opening(config, checkpoint.tensors, str(path), scored=False)
     wanted = config.budget.device if device is None else device
     place = torch.device(wanted if wanted != "cuda" or torch.cuda.is_available() else "cpu")
@@ -181,10 +178,8 @@ def source_of(trained: Trained, path: Path | None) -> Source:
         return data.load()
     if isinstance(data, Tokens):
         if not ((path / SIDECAR).is_file() or path.suffix == ".bin" or any(path.glob("*.bin"))):
-            raise DataError(
-                f"{path} are no token shards, which this run was trained on; make some with: hecate data tokenize "
-                f"{path} --tokenizer TOKENIZER --out FOLDER"
-            )
+            cure = f"make some with: hecate data tokenize {path} --tokenizer TOKENIZER --out FOLDER"
+            raise DataError(f"{path} are no token shards, which this run was trained on; {cure}")
         digest = getattr(trained.tokenizer, "sha256", None)
         other = data.model_copy(update={"path": str(path), "validation": str(path), "tokenizer_file": None})
         theirs = other.tokenizer()
@@ -282,18 +277,14 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 def _read_file(file: Path) -> dict[str, Tensor]:
     if file.suffix in (".pt", ".pth", ".bin", ".ckpt") or (file.parent / ".metadata").exists():
-        raise CheckpointError(
-            f"{file} is a pickle, which can run code when it is read; write its tensors with "
-            "safetensors.torch.save_file and name that file"
-        )
+        cure = "write its tensors with safetensors.torch.save_file and name that file"
+        raise CheckpointError(f"{file} is a pickle, which can run code when it is read; {cure}")
     if not file.is_file():
         raise CheckpointError(
             f"{file} is missing; name a run folder, a checkpoint folder or a safetensors file, such as {WEIGHTS}"
         )
-    try:
-        return dict(load_file(file))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); write it again") from None
+    with store.open_tensors(file, "write it again") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}
 
 
 def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:

@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
     bytes_per_label: float = 1.0
 
 
-def build_model(config: ExperimentConfig, device: str | None = None) -> nn.Module:
+def build_model(config: ExperimentConfig, device: str | None = None) -> LanguageModel:
     """The model of an experiment, initialised from its seed alone; on the meta device without numbers, elsewhere
     refused before it is drawn if the machine cannot hold it."""
     if device != "meta":
@@ -99,13 +99,8 @@ class Trainer:
         self.world.agree({"config": config.model_dump(mode="json"), "data": facts})
         rows = self.world.rows(budget.batch_size)
         check_parts(config, self.world, len(rows))
-        self.loader = Loader(
-            self.source,
-            seed=config.seed,
-            batch_size=budget.batch_size,
-            seq_len=config.seq_len,
-            rows=None if self.world.batch_ranks == 1 else rows,
-        )
+        sizes = {"seed": config.seed, "batch_size": budget.batch_size, "seq_len": config.seq_len}
+        self.loader = Loader(self.source, rows=None if self.world.batch_ranks == 1 else rows, **sizes)
         self.context = context_of(config, self.world)
         self.own_model = model is not None  # the caller's model, which the config does not describe
         self.model, self._objective = lay_out(config, self.world, model, self.context)
@@ -319,11 +314,8 @@ def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:
     parts."""
     parts = config.budget.accumulate
     if rows % parts:
-        raise ConfigError(
-            f"must divide the {rows} rows of budget.batch_size={config.budget.batch_size} that each process has, got "
-            f"{parts}",
-            ("budget", "accumulate"),
-        )
+        whole = f"the {rows} rows of budget.batch_size={config.budget.batch_size} that each process has"
+        raise ConfigError(f"must divide {whole}, got {parts}", ("budget", "accumulate"))
     kind = config.optim.optimizer
     if not kind.windowed and (parts > 1 or world.size > 1):
         raise ConfigError(
@@ -412,11 +404,8 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
     trained: dict[tuple[str, ...], tuple[OptimizerKind, Named]] = {("optim", "optimizer"): (kind, parameters)}
     if isinstance(kind, PartialKind):
         if not parameters:
-            raise ConfigError(
-                f"{kind.kind!r} trains {kind.about}, and this model has none; choose a kind for any parameter, such as "
-                "adamw",
-                ("optim", "optimizer"),
-            )
+            none = f"{kind.kind!r} trains {kind.about}, and this model has none"
+            raise ConfigError(f"{none}; choose a kind for any parameter, such as adamw", ("optim", "optimizer"))
         chosen = {name for name, _ in parameters}
         others = [(name, p) for name, p in named if name not in chosen]
         trained["optim", "optimizer", "fallback"] = kind.fallback, others

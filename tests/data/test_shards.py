@@ -138,7 +138,7 @@ def test_a_damaged_list_of_documents_is_refused_before_it_resets_anything(folder
     before = sidecar.train[0].tokens
     assert len(stream.starts(0, before)) == sidecar.train[0].documents  # the first is as it was
     for read in (lambda: stream.starts(before, before + 1), lambda: stream.next_start(before)):
-        with pytest.raises(DataError, match=rf"{damaged.name} is damaged: its SHA-256"):
+        with pytest.raises(DataError, match=rf"{damaged.name} is damaged: it has another SHA-256"):
             read()
 
 
@@ -317,7 +317,7 @@ def test_inputs_that_are_not_there_or_not_known(tmp_path, monkeypatch):
             find([name])
     with pytest.raises(DataError, match="cannot read 'xxx.*: File name too long"):
         find(["x" * 300])
-    with pytest.raises(DataError, match="(cannot read|Parquet in) 'a[*]{2}b'"):  # no pattern before Python 3.13
+    with pytest.raises(DataError, match="Parquet in 'a[*]{2}b'"):
         find(["a**b"])
 
 
@@ -364,7 +364,7 @@ def test_bad_tokenizers(tmp_path):
     with pytest.raises(DataError, match="t.json is no tokenizer of the tokenizers library"):
         open_tokenizer(tmp_path / "t.json")
     (tmp_path / "t.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="it is not text"):
+    with pytest.raises(DataError, match="cannot read tokenizer .* codec can't decode .*; give a tokenizer.json"):
         open_tokenizer(tmp_path / "t.json")
     for given, vocabulary, message in (
         ([], 256, "at least 257, got 256"), (["a"], 1 << 80, "at most 16,777,216 tokens"),
@@ -411,7 +411,7 @@ BROKEN = [
     (lambda f: (f / SIDECAR).unlink(), "data tokenize"),
     (lambda f: (f / SIDECAR).write_text('{"a":' * 500 + "1" + "}" * 500), NO_JSON),
     (lambda f: (f / SIDECAR).write_text('{"a": 1%s}' % ("0" * 99)), NO_JSON),
-    (lambda f: os.truncate(f / SIDECAR, 64 << 30), "tokens.json has more than 64 MiB, which no sidecar has"),
+    (lambda f: os.truncate(f / SIDECAR, 64 << 30), "tokens.json: it has more than 64 MiB"),
     (lambda f: forged(f, vocabulary=1 << 40), "tokens.json is not valid: vocabulary: must be <= 16777216"),
     (lambda f: crowded(f), "train-00000.starts has .* documents in .* tokens; is it damaged"),
 ]

@@ -207,7 +207,7 @@ def test_a_state_moves_in_the_middle_of_a_sentence(family):
     with pytest.raises(ConfigError, match="no layer 1 of linear attention"):
         from_cache(cache(), 1)
     for number in ("0", None, 0.0, True):
-        with pytest.raises(ConfigError, match=f"index must be the number of a layer, got {number!r}"):
+        with pytest.raises(ConfigError, match=f"index must be an integer >= 0, got {number!r}"):
             from_cache(cache(), number)
     with pytest.raises(ShapeError, match=r"conv_states of layer 0 .* are \[2, \d+, 4\], the state's \[1, "):
         to_cache(memory(x[:1])[1], held, index)

@@ -661,7 +661,6 @@ FAULTS = [
     *_of(
         "microscope",
         "tests/microscope/test_look.py",
-        ("look", 'undo.callback(setattr, module, "training", module.training)', "undo.callback(module.train, model.training)"),
         ("look", "undo.enter_context(module.register_forward_hook(hook, with_kwargs=True))", "module.register_forward_hook(hook, with_kwargs=True)"),
         ("look", "or bool(write.any()))", "or bool(write.all()))"),
         ("look", "if index and _goes_on(calls[index - 1], call):", "if index and call.asked.state is not None:"),
@@ -744,7 +743,7 @@ FAULTS = [
         ("model", "layer.inert = True", "layer.inert = False"),
         ("model", "inputs.masked_fill(~written, 0)", "inputs"),
         ("model", "if past_key_values is not None:\n                raise", "if False:\n                raise"),
-        ("model", "x = x[:, -logits_to_keep:]", "x = x[:, -1:]"),
+        ("model", "slice(-logits_to_keep, None)", "slice(logits_to_keep)"),
     ),
     *_of(
         "hf",
@@ -775,6 +774,7 @@ FAULTS = [
         ("variant", "hash(tuple(map(content_hash, value)))", "hash(value)"),
         ("variant", "depth = _nesting.get() + variant", "depth = variant"),
     ),
+    *_of("train", "tests/train/test_trainer.py", ("evaluate", "part.training = True", "model.train()")),
     *_of(
         "train",
         "tests/test_cli.py",

@@ -15,10 +15,10 @@ from hecate.train import Checkpoint, Trainer, load_checkpoint, newest_checkpoint
 from hecate.train.checkpoint import (
     SHARDED,
     _digest,
-    _open_tensors,
     best_checkpoint,
     describe_file,
     manifest_text,
+    open_tensors,
     summary,
 )
 from hecate.train.config import ExperimentConfig
@@ -218,7 +218,7 @@ def test_texts_and_versions_that_no_manifest_has_are_refused(saved, text, messag
 def test_a_manifest_is_not_read_beyond_its_size(saved):
     with (saved / "manifest.json").open("wb") as file:
         file.truncate(64 << 30)  # no block of it is on the disk
-    refused(saved, "has more than 256 MiB, which no manifest has")
+    refused(saved, "it has more than 256 MiB")
 
 
 @pytest.mark.spec("CKPT-READ-D3", "CKPT-RESUME-D1")
@@ -257,7 +257,7 @@ def test_a_pipe_is_not_waited_for(saved, name):
     (saved / name).unlink()
     os.mkfifo(saved / name)
     refused(saved, f"{name} is not a regular file; delete")
-    with pytest.raises(CheckpointError, match="it is a pipe or a device"), _open_tensors(saved / name):
+    with pytest.raises(CheckpointError, match="it is a pipe or a device"), open_tensors(saved / name):
         pass  # one that came after the check
 
 

@@ -190,8 +190,8 @@ def test_numbers_in_words():
     assert [counted(n) for n in (0, 999, 1000, 12_345, 999_999, 12_345_678, 3e9, 2.5e12)] == [
         "0", "999", "1k", "12.3k", "1000k", "12.3M", "3G", "2.5T"
     ]  # fmt: skip
-    assert [duration(s) for s in (0, 59.9, 3661, 90061, float("inf"))] == [
-        "0:00:00", "0:00:59", "1:01:01", "1 d 1:01:01", "-"
+    assert [duration(s) for s in (0, 59.9, 3661, 90061, 1e30, float("inf"), float("nan"))] == [
+        "0:00:00", "0:00:59", "1:01:01", "1 day, 1:01:01", "-", "-", "-"
     ]  # fmt: skip
 
 
