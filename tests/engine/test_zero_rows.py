@@ -256,6 +256,7 @@ def variants() -> Iterator[tuple[str, MemoryConfig]]:
                     yield f"{field}-{kind}-{other}", MemoryConfig.model_validate(fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("_", "config"), [pytest.param(*pair, id=pair[0]) for pair in variants()])
 @pytest.mark.spec("RULE-ZERO-I1")
 def test_rows_of_every_kind(_, config):
