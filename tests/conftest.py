@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves slow tests out unless `-m` says otherwise, and gpu tests without `--device cuda`."""
     chosen = bool(config.getoption("-m"))
     on_gpu = str(config.getoption("--device")).startswith("cuda")
-    left_out = [item for item in items if "slow" in item.keywords and not chosen]
+    left_out = [item for item in items if item.get_closest_marker("slow") and not chosen]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unstable:
         raise pytest.UsageError(f"a test's name holds an address, so workers disagree: {unstable[0]}")
     for item in items:
-        if "gpu" in item.keywords and not on_gpu:
+        if item.get_closest_marker("gpu") and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
 
 

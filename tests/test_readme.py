@@ -48,25 +48,20 @@ def test_python_blocks_run(tmp_path, monkeypatch):
     assert len(PYTHON) >= 4 and all([run_block(index) for index in range(len(PYTHON))])
 
 
-def trained_by_the_loop() -> list[float]:
-    """The last loss of the README's training loop and the sizes of what a rank holds: copied, then sharded."""
+def trained_by_the_loop(sharded: bool) -> tuple[float, int]:
+    """The last loss of the README's training loop and the size of what a rank holds."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    found = []
-    for sharded in (False, True):
-        os.environ |= {"SHARD": "1"} if sharded else {}
-        torch.set_default_dtype(torch.float32)
-        names = run_block(LOOP)
-        held = sum(getattr(p, "_local_tensor", p).numel() for p in names["model"].parameters())
-        found += [names["loss"].item(), held]
-        torch.distributed.destroy_process_group()
-    return found
+    os.environ |= {"SHARD": "1"} if sharded else {}
+    names = run_block(LOOP)
+    return names["loss"].item(), sum(getattr(p, "_local_tensor", p).numel() for p in names["model"].parameters())
 
 
 @pytest.mark.slow
 def test_the_training_loop_runs_under_torchrun():
     torch.set_default_dtype(torch.float32)
     alone = run_block(LOOP)["loss"].item()
-    for copied, whole, sharded, part in run_ranks(2, trained_by_the_loop):
+    found = [run_ranks(2, trained_by_the_loop, sharded) for sharded in (False, True)]
+    for (copied, whole), (sharded, part) in zip(*found, strict=True):
         # The ranks draw the same tokens, so their mean gradient is that of one process; sums of two halves round.
         assert abs(copied - alone) < 1e-3 and abs(sharded - alone) < 1e-3
         assert part < 0.6 * whole

@@ -344,7 +344,7 @@ class RLS(Descent):
         def updated(phi: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
             start, mapped, total = parts(phi, change)
             rank_one = (mapped / total).unsqueeze(-1) * mapped.unsqueeze(-2)
-            new = (start + change - rank_one) / self.discount - start
+            new = (change - rank_one) / self.discount + (1 / self.discount - 1) * start
             # C' phi = C phi / (discount + phi.C phi): the gain of the filter.
             return mapped / total, new
 

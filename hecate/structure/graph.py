@@ -170,14 +170,14 @@ class Normalise(NamedTuple):
 
     def vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
         y, scale = slopes
-        return ((g - g.mean(-1, keepdim=True) - y * (g * y).mean(-1, keepdim=True)) * scale,)
+        return (_centred(g - y * (g * y).mean(-1, keepdim=True)) * scale,)
 
     def vjp_vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
         y, scale = slopes
         (c,) = cotangents
         (jc,), (jg,) = self.vjp(slopes, c), self.vjp(slopes, g)
         along, gy, cy = ((a * b).mean(-1, keepdim=True) for a, b in ((c, jg), (g, y), (c, y)))
-        return (-(along * y + gy * jc + cy * jg) * scale,), jc
+        return (-_centred(along * y + gy * jc + cy * jg) * scale,), jc
 
     def bound(self, slopes: tuple[Tensor, Tensor], a: Tensor) -> tuple[Tensor]:
         return (a.sum(-1, keepdim=True) * slopes[1].square(),)  # 1/s is the largest slope
@@ -187,6 +187,11 @@ class Normalise(NamedTuple):
         g = shares[0].sum(-1, keepdim=True)
         total = a.sum(-1, keepdim=True)
         return (-2 / y.shape[-1] * g * total * scale**3 * y,), (g * scale.square()).sum_to_size(*a.shape[:-1], 1)
+
+
+def _centred(x: Tensor) -> Tensor:
+    """Without its mean: taken last, as what rounding leaves of it is large where rows of weights are nearly equal."""
+    return x - x.mean(-1, keepdim=True)
 
 
 class Linear(NamedTuple):

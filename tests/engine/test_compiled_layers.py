@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from hecate import MemoryConfig
+from hecate import MemoryConfig, memory_scan
 from hecate.engine import Engine, Plan, choose
 from hecate.errors import ConfigError
 from hecate.retention import KL, Retention
@@ -146,3 +146,26 @@ def test_float32_is_as_near_as_the_token_loop(name):
 
     eps = torch.finfo(torch.float32).eps
     assert error("compiled_layers") <= 2 * error("sequential") + 10 * eps
+
+
+@pytest.mark.spec("ENG-LAYERS-V1")
+def test_a_norm_of_nearly_equal_numbers_has_the_gradient_of_autograd():
+    """A cotangent of the norm has no mean, which rows of weights that are nearly equal would make large."""
+    draws = torch.Generator().manual_seed(0)
+    q, k, v, w_1 = (torch.randn(1, 32, 1, 32, generator=draws, dtype=torch.float32) for _ in range(4))
+    w_2 = 1 + 1e-3 * torch.randn(1, 32, 32, generator=draws, dtype=torch.float32)
+    config = {"structure": {"kind": "mlp", "expansion": 1, "norm": "layer"}, "algorithm": {"kind": "gd", "lr": 1e-4}}
+
+    def gradient(dtype: torch.dtype, engine: str = "sequential", autodiff: str = "torch") -> torch.Tensor:
+        queries, *others = (item.to(dtype).requires_grad_() for item in (q, k, v, w_1[:, :, 0], w_2))
+        own = MemoryConfig.model_validate({**config, "state_dtype": str(dtype).removeprefix("torch.")})
+        y, _ = memory_scan(
+            own, queries, *others[:2], initial=dict(zip(("w1", "w2"), others[2:], strict=True)),
+            engine=engine, autodiff=autodiff,
+        )  # fmt: skip
+        return torch.autograd.grad((y * others[1].detach()).sum(), queries)[0].double()
+
+    true = gradient(torch.float64)
+    allowed = 4 * float((gradient(torch.float32) - true).norm())
+    for how in (("sequential", "tape"), ("compiled_layers", "auto")):
+        assert float((gradient(torch.float32, *how) - true).norm()) < allowed, how

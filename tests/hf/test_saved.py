@@ -216,6 +216,8 @@ class Absent:
         if name == {absent!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Absent())
+for name in [name for name in sys.modules if name.split(".")[0] == {absent!r}]:
+    del sys.modules[name]  # the process that all are forked of has loaded hecate
 """
 
 

@@ -405,7 +405,7 @@ FAULTS = [
         ("momenta", "rate / (1 + rate * (_square(hidden) + _square(w_out) * _square(rows)))", "rate / (1 + _square(hidden))"),
         ("descent", "return self._link(total) - self._link(slots[0]), total", "return self._link(total), total"),
         ("descent", "return curvature * (phi.square() if diagonal", "return 0.5 * (phi.square() if diagonal"),
-        ("descent", "new = (start + change - rank_one) / self.discount - start", "new = start + change - rank_one - start"),
+        ("descent", "(change - rank_one) / self.discount +", "(change - rank_one) +"),
         ("descent", "block = _weighted(self.decay**age)", "block = _weighted(self.decay ** (age + 1))"),
         ("descent", "return tuple(torch.cat([old[:, 1:], new.unsqueeze(1)], 1) for old, new in pairs), None", "return tuple(torch.cat([new.unsqueeze(1), old[:, 1:]], 1) for old, new in pairs), None"),
     ),
@@ -414,7 +414,7 @@ FAULTS = [
         "tests/structure tests/rule/test_bounded.py",
         ("memories", "return (u * p,), memory[0] * u", "return (u * p,), memory[0] * p"),
         ("memories", "return slots - unit * (unit * slots).sum(1, keepdim=True)", "return slots"),
-        ("graph", "return (-(along * y + gy * jc + cy * jg) * scale,), jc", "return (-(along * y + gy * jc) * scale,), jc"),
+        ("graph", "return (-_centred(along * y + gy * jc + cy * jg) * scale,), jc", "return (-_centred(along * y + gy * jc) * scale,), jc"),
         ("memories", "(error,) = pull(code - a)", "error = code - a"),
     ),
     *_of(

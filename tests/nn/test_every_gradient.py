@@ -92,7 +92,6 @@ def gated() -> Iterator[Any]:
                         yield pytest.param(config, id=f"{kind}-{way}-{read}")
 
 
-@pytest.mark.slow
 @pytest.mark.spec("NN-MEM-I14")
 @pytest.mark.parametrize("config", list(gated()))
 def test_of_a_gating(config):

@@ -128,6 +128,16 @@ def test_one_repeated_item_is_learned(name):
     assert float(errors[-1]) < 0.6 * float(v[0, 0, 0].norm())
 
 
+@pytest.mark.spec("ALG-RLS-D1")
+@pytest.mark.parametrize("engine", ["sequential", "compiled"])
+def test_an_inverse_takes_what_is_small_beside_its_start(engine):
+    """C - I/ridge after one key is -k k^T / (1 + k.k), by hand, however short the key."""
+    k = torch.tensor([3e-9, 4e-9], dtype=torch.float64).view(1, 1, 1, 2)
+    _, state = memory_scan(config_of(algorithm.RLS()), k, k, k, Gates(lr=1.0), engine=engine)
+    wanted = torch.tensor([[-9e-18, -12e-18], [-12e-18, -16e-18]], dtype=torch.float64)
+    torch.testing.assert_close(state.slots["inverse"][0, 0], wanted, rtol=1e-14, atol=0)
+
+
 @pytest.mark.spec("ALG-DEEP-I1")
 def test_a_deep_momentum_does_not_overshoot_however_large_the_gradient(generator):
     """c J J^T has its eigenvalues below 1, J the network's Jacobian by its own weights, and a long

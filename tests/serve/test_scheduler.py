@@ -255,12 +255,11 @@ def new_objects() -> Iterator[None]:
 @pytest.mark.usefixtures("new_objects")
 @pytest.mark.spec("SERVE-BATCH-D1")
 def test_nothing_is_kept_of_requests_that_have_ended():
-    """Ten thousand of them are marked slow; forty leave as little."""
     scheduler = Scheduler(made(), max_batch=4)
 
-    def tensors() -> int:
+    def kept() -> int:
         gc.collect()
-        return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+        return len(gc.get_objects())
 
     def ask(count: int) -> None:
         for prompt in drawn(7, *[3] * count):
@@ -270,23 +269,6 @@ def test_nothing_is_kept_of_requests_that_have_ended():
         run(scheduler)
 
     ask(12)
-    before = tensors()
+    before = kept()
     ask(40)
-    assert 0 < tensors() <= before + 2 and scheduler._state is None
-
-
-@pytest.mark.slow
-@pytest.mark.spec("SERVE-BATCH-D1")
-def test_memory_is_flat_over_10000_requests():
-    import resource
-
-    scheduler = Scheduler(made(), max_batch=16)
-    peaks = []
-    for part in range(10):
-        for prompt in drawn(part, *[4] * 1000):
-            scheduler.submit(Request(prompt, 2))
-            if scheduler.waiting > 48:
-                run(scheduler)
-        run(scheduler)
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    assert peaks[-1] - peaks[1] < 20_000  # kB
+    assert 0 < kept() <= before + 2 and scheduler._state is None

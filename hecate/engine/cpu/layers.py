@@ -130,8 +130,11 @@ def _raised(nodes, W, x, f, up, g, row):
                 three += up[a + i] * y
             s /= number(s, size)
             for i in range(size):
-                g[a + i] -= (one * x[at + i] + two * row[i] + three * row[wide + i]) * s
                 up[at + i] += row[i]
+                row[i] = (one * x[at + i] + two * row[i] + three * row[wide + i]) * s
+            centred(row, at - at, size, row, at - at)
+            for i in range(size):
+                g[a + i] -= row[i]
 
 
 @helper

@@ -284,17 +284,16 @@ def normed(values, at, size, eps, ulp, into, to, wide):
 
 @loose
 def norm_pulled(values, yo, s, size, cotangents, go, into, to):
-    """x = J g, J that of `normed`."""
+    """x = J g, J that of `normed`; its mean is taken last, which rounding may leave to y."""
     out_of_line()
     y, g, x = values[yo : yo + size], cotangents[go : go + size], into[to : to + size]
-    mean, along = s - s, s - s
+    along = s - s
     for i in range(size):
-        mean += g[i]
         along += g[i] * y[i]
-    mean /= number(mean, size)
     along /= number(along, size)
     for i in range(size):
-        x[i] = (g[i] - mean - y[i] * along) * s
+        x[i] = (g[i] - y[i] * along) * s
+    centred(into, to, size, into, to)
 
 
 @helper
