@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, product
 from typing import Any, Literal
 
@@ -291,3 +293,28 @@ def test_a_kernel_that_is_compiled_says_so_once(caplog, monkeypatch, tmp_path):
     assert "compiling kernels" in line and "kept on disk" in line and "hecate doctor --warm" in line
     assert first.startswith("compiling no_gain_float") and second.startswith("compiling no_gain_back_float")
     assert list(tmp_path.rglob("*.nbi"))
+
+
+@pytest.mark.spec("ENG-NUM-D9")
+def test_threads_load_and_compile_one_at_a_time(monkeypatch, tmp_path):
+    """Two that imported numba together waited for each other for ever, and two kernels of one name were compiled."""
+    module = pytest.importorskip("hecate.engine.cpu.family")
+    engine = pytest.importorskip("hecate.engine.cpu.engine")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    module._built.cache_clear()
+    wanted, within, most = (("no_gain", (), "gain", False),), [], []
+
+    def slow(name: str) -> str:
+        within.append(name)
+        time.sleep(0.05)
+        most.append(len(within))
+        within.pop()
+        return name
+
+    with ThreadPoolExecutor(4) as threads, monkeypatch.context() as patch:
+        patch.setattr(engine.importlib, "import_module", slow)
+        list(threads.map(engine.load_kernels.__wrapped__, "abcd"))
+        patch.undo()
+        kernels = [*threads.map(module.ready.__wrapped__, [wanted] * 4, [torch.zeros(0).numpy().dtype.type] * 4)]
+    module._built.cache_clear()
+    assert most == [1, 1, 1, 1] and all(kernel.signatures for (kernel,) in kernels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
+from threading import RLock
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import pad
 BYTES, ROWS = 64, 4  # bytes in a vector, and rows that go together: sizes are padded to whole ones
 _PLAIN = Tensor, nn.Parameter
 SHARE = 1 << 20  # tokens x cells that are worth another thread
+LOADING = RLock()  # threads that import numba together wait for each other for ever, and a kernel is compiled once
 
 
 NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu")  # stands for a mask that is not given

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import GENERAL, Call, Plan
-from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
+from hecate.engine.cpu.arrays import BYTES, LOADING, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.cpu.family import refusal, walked, walked_vjp
 from hecate.engine.engine import TokenEngine, chunk_refusal, one_retain, untold
 from hecate.engine.parallel import by_coordinate, by_torch
@@ -126,8 +126,9 @@ def _fits_registers(config: MemoryConfig) -> bool:
 def load_kernels(name: str = "registers") -> ModuleType | None:
     """A module of kernels, imported; None without numba."""
     try:
-        _tell()
-        return importlib.import_module(f"hecate.engine.cpu.{name}")
+        with LOADING:
+            _tell()
+            return importlib.import_module(f"hecate.engine.cpu.{name}")
     except ImportError:
         return None
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import AlgorithmForm
-from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out, whole
+from hecate.engine.cpu.arrays import BYTES, LOADING, NO_MASK, ROWS, arrays, padded, share_out, whole
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
 from hecate.formula import AlgorithmFormula, Formula, Weights
@@ -263,13 +263,13 @@ def _named(name: str, options: tuple[Any, ...], back: bool) -> str:
 @cache
 def ready(wanted: tuple[Wanted, ...], dtype: Any) -> list[Any]:
     """The functions as machine code, compiled for a float type."""
-    kernels = [_built(*item, dtype) for item in wanted]
-    for kernel, (_, _, place, back) in zip(kernels, wanted, strict=True):
-        if not kernel.signatures:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # numba still warns that functions as arguments are experimental
+    with LOADING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numba still warns that functions as arguments are experimental
+        kernels = [_built(*item, dtype) for item in wanted]
+        for kernel, (_, _, place, back) in zip(kernels, wanted, strict=True):
+            if not kernel.signatures:
                 kernel.compile(_signature(place, back, dtype))
-            kernel.disable_compile()
+                kernel.disable_compile()
     return kernels
 
 
