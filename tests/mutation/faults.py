@@ -35,6 +35,13 @@ def _of(folder: str, tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
 
 FAULTS = [
     *_of(
+        "engine",
+        "tests/engine/test_engine_operator.py",
+        ("operator", "(torch.zeros_like(x) if g is None else g)", "torch.zeros_like(x)"),
+        ("operator", "each.place = None if place < 0 else place", "each.place = 1"),
+        ("scan", "chosen.steps(call) > UNROLLED and", "chosen.steps(call) > 1 << 30 and"),
+    ),
+    *_of(
         "engine/cpu",
         "tests/engine/test_compiled.py",
         ("plain", "by_q, by_m = mad(m, by_s, by_q), mad", "by_q, by_m = by_q, mad"),
